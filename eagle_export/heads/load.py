@@ -1,0 +1,281 @@
+"""load_head: a checkpoint folder to a HeadSpec and canonical tensors, checked against the target.
+
+Everything that can be wrong with a head is found here, before anything is traced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_export.heads import safeai, specforge
+from eagle_export.heads.spec import Config, Dialect, HeadSpec, TargetSizes, Tensors, expected_shapes
+from eagle_run.errors import EagleError
+
+DIALECTS: dict[str, Dialect] = {"safeai": safeai.read, "specforge": specforge.read}
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedHead:
+    """A head that fits its target.
+
+    tensors          canonical name -> tensor in the checkpoint's dtype, exactly `expected_shapes(spec)`.
+    draft_to_target  int64 [Vd]: target vocabulary id of each draft vocabulary id.
+    sha256           file name -> hex digest, of every file that was read.
+    """
+
+    folder: Path
+    spec: HeadSpec
+    tensors: Tensors
+    draft_to_target: Tensor
+    sha256: dict[str, str]
+
+
+def load_head(
+    folder: Path,
+    target: TargetSizes,
+    *,
+    layer_ids: tuple[int, ...] | None = None,
+    rope_theta: float | None = None,
+) -> LoadedHead:
+    """Read a head (config.json and model.safetensors or pytorch_model.bin, whole or in shards).
+
+    layer_ids: indices into Transformers' `hidden_states`, overriding those of the checkpoint and the default
+    (2, L//2, L-3). rope_theta: overrides config.json's; some public heads state their target's base there
+    although their trainer used 10000.
+
+    Raises EagleError when files are missing or damaged, tensors are missing, left over, misshapen or not
+    finite, a flag cannot be honoured, the vocabulary map is broken, or the head is of another target.
+    """
+    folder = Path(folder)
+    config = _read_json(folder / "config.json")
+    tensors, files = _read_weights(folder)
+    tensors = {name: t for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    spec, tensors = DIALECTS[detect_dialect(config, tensors)](config, tensors, target)
+    offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    if layer_ids is not None:
+        spec = replace(spec, feature_layers=tuple(layer_ids))
+    if rope_theta is not None:
+        spec = replace(spec, rope_theta=float(rope_theta))
+    _check_target(spec, target)
+    _check_layers(spec, target, tensors, chosen=layer_ids is not None)
+    _check_tensors(spec, tensors)
+    draft_to_target = _vocabulary_map(spec, offsets, mask)
+    digests = {path.name: _sha256(path) for path in (folder / "config.json", *files)}
+    return LoadedHead(folder, spec, tensors, draft_to_target, digests)
+
+
+def detect_dialect(config: Config, names: Iterable[str]) -> str:
+    """Which reader a checkpoint needs: a key of DIALECTS. Raises EagleError for what none of them reads."""
+    names = set(names)
+    for key in ("speculators_model_type", "speculators_config", "transformer_layer_config"):
+        if key in config:
+            raise EagleError(
+                f"this is a head in the speculators format (config.json has {key}), which is not read yet",
+                hint="use the SafeAILab or SpecForge checkpoint of the head",
+            )
+    if "layers.0.hidden_norm.weight" in names:
+        raise EagleError(
+            "this is a head in the ModelOpt format (EAGLE-3 with layers.0.* instead of midlayer.*), "
+            "which is not read yet",
+            hint="use the SafeAILab or SpecForge checkpoint of the head",
+        )
+    if any(name.startswith("midlayer.") for name in names):
+        architectures = [str(name) for name in config.get("architectures") or ()]
+        flagged = any(config.get(key) for key in (*specforge.FLAGS, specforge.IDS, "eagle_config"))
+        return "specforge" if flagged or any(a.endswith("LMEagle3") for a in architectures) else "safeai"
+    if any(name.startswith("layers.0.") for name in names) and "fc.weight" in names:
+        return "safeai"
+    found = ", ".join(sorted(names)[:4]) or "none"
+    raise EagleError(
+        f"this is not an EAGLE head: neither midlayer.* (EAGLE-3) nor fc.weight and layers.0.* (EAGLE-1) "
+        f"among its {len(names)} tensors (found {found}{', ...' if len(names) > 4 else ''})",
+        hint="--head wants the folder of a head, not of a target",
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))  # some heads ship with a byte order mark
+    except FileNotFoundError:
+        raise EagleError(
+            f"no {path.name} in {path.parent}", hint="a head is a folder with config.json and its weights"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise EagleError(f"{path} cannot be read as JSON: {error}", hint="download the head again") from error
+    if not isinstance(content, dict):
+        raise EagleError(f"{path} must hold a JSON object, found {type(content).__name__}")
+    return content
+
+
+def _read_weights(folder: Path) -> tuple[Tensors, list[Path]]:
+    """All tensors of a folder and the files they came from."""
+    for name in WEIGHT_FILES:
+        if (folder / name).is_file():
+            return _read_file(folder / name), [folder / name]
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            return _read_shards(index)
+    raise EagleError(
+        f"no weights in {folder}: expected {' or '.join(WEIGHT_FILES)}, whole or in shards with an index",
+        hint="download the whole folder of the head",
+    )
+
+
+def _read_shards(index: Path) -> tuple[Tensors, list[Path]]:
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise EagleError(f"{index} has no weight_map")
+    shards = sorted({str(name) for name in weight_map.values()})
+    outside = [name for name in shards if Path(name).name != name]
+    if outside:
+        raise EagleError(f"{index} points outside its folder: {', '.join(outside)}")
+    tensors: Tensors = {}
+    for name in shards:
+        tensors |= _read_file(index.parent / name)
+    absent = set(weight_map) - set(tensors)
+    if absent:
+        raise safeai.missing(absent, f"named in {index.name}")
+    return tensors, [index, *(index.parent / name for name in shards)]
+
+
+def _read_file(path: Path) -> Tensors:
+    from safetensors.torch import load_file
+
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise EagleError(f"{path} is missing", hint="download the whole folder of the head") from None
+    except Exception as error:  # both libraries raise whatever their parsers run into
+        first_line = str(error).strip().partition("\n")[0]
+        raise EagleError(
+            f"{path} is damaged or not what its name says: {first_line}",
+            hint="download the head again; it may have been cut short",
+        ) from error
+    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
+        raise EagleError(f"{path} does not hold a plain table of tensors")
+    return {str(name): tensor for name, tensor in loaded.items()}
+
+
+def _check_target(spec: HeadSpec, target: TargetSizes) -> None:
+    wanted = spec.hidden_size if spec.algorithm == "eagle1" else spec.target_hidden_size
+    if wanted != target.hidden_size:
+        raise EagleError(
+            f"the head was made for a target with hidden size {wanted}, this target has {target.hidden_size}",
+            hint="a head works only with the target it was trained on",
+        )
+    if spec.vocab_size != target.vocab_size:
+        raise EagleError(
+            f"the head was made for a vocabulary of {spec.vocab_size} tokens, this target has "
+            f"{target.vocab_size}",
+            hint="a head works only with the target it was trained on",
+        )
+    if spec.draft_vocab_size > spec.vocab_size:
+        raise EagleError(
+            f"config.json of the head: draft_vocab_size {spec.draft_vocab_size} exceeds vocab_size "
+            f"{spec.vocab_size}"
+        )
+    if not spec.own_embedding and spec.hidden_size != target.hidden_size:
+        reason = f"the draft is {spec.hidden_size} wide, so the target's embedding does not fit"
+        raise safeai.missing(["embed_tokens.weight"], reason)
+
+
+def _check_layers(spec: HeadSpec, target: TargetSizes, tensors: Tensors, *, chosen: bool) -> None:
+    ids, layers = spec.feature_layers, target.layers
+    if spec.algorithm == "eagle1":
+        if ids != (layers,):
+            raise EagleError(
+                f"layer ids {list(ids)} for an EAGLE-1 head: it takes the last hidden state only, [{layers}]"
+            )
+        return
+    # Only a person can mean id L, the last layer after the final norm: in every numbering that a checkpoint
+    # uses, that id is the last layer without the norm, and Transformers' hidden_states do not hold it.
+    last = layers if chosen else layers - 1
+    if list(ids) != sorted(set(ids)) or not all(0 <= i <= last for i in ids):
+        raise EagleError(
+            f"layer ids {list(ids)} do not fit a target of {layers} layers: ascending numbers from 0 to "
+            f"{last} are expected",
+            hint="name the layers with --layer-ids, as indices into Transformers' hidden_states",
+        )
+    width = tensors["fc.weight"].shape[-1] if "fc.weight" in tensors else spec.feature_width
+    if width != spec.feature_width:
+        raise EagleError(
+            f"fc.weight of the head takes {width} features, which is not {len(ids)} layers {list(ids)} of "
+            f"hidden size {target.hidden_size} ({spec.feature_width})",
+            hint="name the layers with --layer-ids, or use the head of this target",
+        )
+
+
+def _check_tensors(spec: HeadSpec, tensors: Tensors) -> None:
+    shapes = expected_shapes(spec)
+    absent, extra = sorted(set(shapes) - set(tensors)), sorted(set(tensors) - set(shapes))
+    if absent:
+        raise safeai.missing(absent, f"an {spec.algorithm} head of this kind has it")
+    if extra:
+        raise EagleError(
+            f"the head's checkpoint has tensors that nothing uses: {', '.join(extra)}",
+            hint="either the head is of a kind that is not supported, or config.json lacks a flag for them",
+        )
+    for name, shape in shapes.items():
+        tensor = tensors[name]
+        if tuple(tensor.shape) != shape:
+            raise EagleError(
+                f"{name} of the head has shape {list(tensor.shape)}, config.json asks for {list(shape)}",
+                hint="config.json and the weights are of different heads",
+            )
+        if tensor.dtype not in FLOATS:
+            raise EagleError(
+                f"{name} of the head is {str(tensor.dtype).removeprefix('torch.')}; float32, float16 or "
+                "bfloat16 is expected",
+                hint="use the checkpoint that is not quantised",
+            )
+        if not torch.isfinite(tensor).all():
+            raise EagleError(f"{name} of the head holds values that are not finite numbers")
+
+
+def _vocabulary_map(spec: HeadSpec, offsets: Tensor | None, mask: Tensor | None) -> Tensor:
+    """d2t holds offsets: the target id of draft id i is i + d2t[i]. Without it both vocabularies are one."""
+    size, vocab = spec.draft_vocab_size, spec.vocab_size
+    own = torch.arange(size)
+    if spec.algorithm == "eagle1" or (offsets is None and size == vocab):
+        return own
+    if offsets is None:
+        raise safeai.missing(["d2t"], f"the draft vocabulary has {size} of {vocab} tokens")
+    if offsets.dtype.is_floating_point or offsets.dtype == torch.bool or tuple(offsets.shape) != (size,):
+        raise EagleError(
+            f"d2t of the head is {str(offsets.dtype).removeprefix('torch.')}{list(offsets.shape)}; "
+            f"whole numbers [{size}] are expected"
+        )
+    ids = own + offsets.long()
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab:
+        raise EagleError(
+            f"d2t of the head leads out of the vocabulary of {vocab} tokens: ids {int(ids.min())} to "
+            f"{int(ids.max())}",
+            hint="d2t must hold offsets (target id minus draft id)",
+        )
+    if ids.unique().numel() != size:
+        raise EagleError("d2t of the head maps several draft ids to one target id")
+    if mask is not None and size < vocab:
+        marked = mask.nonzero().flatten() if tuple(mask.shape) == (vocab,) else mask.new_empty(0)
+        if not torch.equal(marked, ids.sort().values):
+            raise EagleError(
+                "t2d of the head does not mark the target ids that d2t leads to",
+                hint="d2t must hold offsets (target id minus draft id)",
+            )
+    return ids
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

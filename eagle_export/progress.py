@@ -1,0 +1,63 @@
+"""Progress on stderr: one line a step with its seconds, a spinner or a bar on a terminal; and peak memory."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from rich.console import Console
+
+T = TypeVar("T")
+
+
+class Report:
+    """Tells the user on stderr what happens, and remembers how long each step took.
+
+    `quiet` prints nothing. Off a terminal there are only plain lines, so that a log stays readable.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.console = Console(stderr=True, quiet=quiet, highlight=False)
+        self.seconds: dict[str, float] = {}
+        self._started = time.perf_counter()
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Times what happens inside and prints one line when it is done. A step that fails prints none."""
+        start = time.perf_counter()
+        with self.console.status(name):
+            yield
+        self.seconds[name] = time.perf_counter() - start
+        self.console.print(f"  {name:<44}{self.seconds[name]:>7.1f} s", markup=False)
+
+    def track(self, items: Sequence[T], name: str) -> Iterator[T]:
+        """The items one by one, with a bar that counts them."""
+        from rich.progress import track
+
+        start = time.perf_counter()
+        yield from track(items, description=f"  {name}", console=self.console, transient=True)
+        self.seconds[name] = time.perf_counter() - start
+        self.console.print(f"  {name:<44}{self.seconds[name]:>7.1f} s", markup=False)
+
+    def note(self, text: str) -> None:
+        """A line for the user that is neither result nor error."""
+        self.console.print(f"  {text}", markup=False)
+
+    def total_seconds(self) -> float:
+        """Wall time since this report was made."""
+        return time.perf_counter() - self._started
+
+
+def peak_memory_bytes() -> int:
+    """The most resident memory this process has had so far."""
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB

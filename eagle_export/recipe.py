@@ -1,0 +1,275 @@
+"""Recipes: what to build for a target, in YAML; and what `--target` and `--head` may name besides one."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from eagle_export import weights
+from eagle_run.bundle import Record, TreeDefaults, explain
+from eagle_run.errors import EagleError, UsageError
+
+Algorithm = Literal["eagle1", "eagle3"]
+Count = Annotated[int, Field(ge=1)]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_PAPER_TREE = TreeDefaults(kind="dynamic", depth=8, top_k=10, nodes=60)
+_DEFAULT_CONTEXT = 4096
+
+
+class Source(Record):
+    """Where weights come from.
+
+    hub            `id` on the model hub, optionally at a `revision`
+    folder         `path`, relative to the recipe's file
+    gguf-package   `file` inside the installed Python `package` of that `version`
+    """
+
+    kind: Literal["hub", "folder", "gguf-package"]
+    id: str | None = None
+    revision: str | None = None
+    path: str | None = None
+    package: str | None = None
+    version: str | None = None
+    file: str | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Source:
+        needed = {"hub": {"id"}, "folder": {"path"}, "gguf-package": {"package", "version", "file"}}[
+            self.kind
+        ]
+        given = {key for key in Source.model_fields if key != "kind" and getattr(self, key) is not None}
+        if absent := sorted(needed - given):
+            raise ValueError(f"a source of kind {self.kind} needs {', '.join(absent)}")
+        if odd := sorted(given - needed - ({"revision"} if self.kind == "hub" else set())):
+            raise ValueError(f"a source of kind {self.kind} takes no {', '.join(odd)}")
+        return self
+
+    def __str__(self) -> str:
+        if self.kind == "gguf-package":
+            return f"{self.package}=={self.version}/{self.file}"
+        if self.kind == "folder":
+            return str(self.path)
+        return f"{self.id}@{self.revision}" if self.revision else str(self.id)
+
+
+class HeadSource(Source):
+    """A head's weights, and what its config.json does not say.
+
+    `layer_ids` index Transformers' `hidden_states`; `rope_theta` is the base the head was trained with.
+    """
+
+    layer_ids: tuple[int, ...] | None = None
+    rope_theta: float | None = None
+
+
+class BuildLimits(Record):
+    """Sizes the graphs are built for; tokens, sequences, tokens, nodes (root included)."""
+
+    max_seq_len: Count
+    max_batch: Count = 4
+    prefill_chunk: Count = 512
+    max_tree_nodes: Count = 64
+
+
+class Recipe(Record):
+    """One target: its weights, its heads by algorithm, and defaults for tree and sizes."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]
+    description: str
+    target: Source
+    heads: dict[Algorithm, HeadSource] = Field(default_factory=dict)
+    tree: TreeDefaults = _PAPER_TREE
+    limits: BuildLimits
+
+    @model_validator(mode="after")
+    def _fits(self) -> Recipe:
+        if self.tree.nodes > self.limits.max_tree_nodes:
+            raise ValueError(
+                f"a tree of {self.tree.nodes} nodes passes max_tree_nodes {self.limits.max_tree_nodes}"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class ResolvedTarget:
+    """A target whose files are here: `folder` is a Hugging Face model folder; `sha256` its identity."""
+
+    name: str
+    source: str
+    folder: Path
+    sha256: str
+    recipe: Recipe
+    recipe_dir: Path
+
+
+@dataclass(frozen=True)
+class ResolvedHead:
+    """A head whose files are here. `algorithm` is known only when the recipe named the head."""
+
+    source: str
+    folder: Path
+    sha256: str
+    algorithm: Algorithm | None
+    layer_ids: tuple[int, ...] | None = None
+    rope_theta: float | None = None
+
+
+def recipes_dir() -> Path:
+    """The recipes of this installation: inside a wheel, or at the root of a source checkout."""
+    package = Path(__file__).resolve().parent
+    packaged = package / "_recipes"
+    return packaged if packaged.is_dir() else package.parent / "recipes"
+
+
+def list_recipes() -> list[Recipe]:
+    """Every recipe of this installation, by name."""
+    return [_read(path) for path in sorted(recipes_dir().glob("*.yaml"))]
+
+
+def load_recipe(name_or_path: str | Path) -> Recipe:
+    """A recipe by name, or a YAML file of one.
+
+    Raises UsageError for an unknown name; EagleError, naming file and key, for a faulty file.
+    """
+    return _read(_find(str(name_or_path)))
+
+
+def _find(name: str) -> Path:
+    if name.endswith((".yaml", ".yml")):
+        if not Path(name).is_file():
+            raise UsageError(f"{name}: no such recipe file")
+        return Path(name)
+    known = _names()
+    if name in known:
+        return recipes_dir() / f"{name}.yaml"
+    raise UsageError(f"unknown recipe {name!r}", hint=_suggest(name, known))
+
+
+def _names() -> list[str]:
+    return sorted(path.stem for path in recipes_dir().glob("*.yaml"))
+
+
+def _suggest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+    if close:
+        return f"did you mean {' or '.join(close)}? `eagle-export recipes` lists all"
+    return f"known recipes: {', '.join(known)}"
+
+
+def _read(path: Path) -> Recipe:
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise EagleError(f"{path}: not readable as YAML: {error}") from None
+    if not isinstance(data, dict):
+        raise EagleError(f"{path}: expected keys and values, found {type(data).__name__}")
+    try:
+        # Through JSON, where strict mode takes a list for a tuple but no string for a number.
+        recipe = Recipe.model_validate_json(json.dumps(data, default=str))
+    except ValidationError as error:
+        raise explain(error, Recipe, str(path)) from None
+    if recipe.name != path.stem:
+        raise EagleError(f"{path}: name is {recipe.name!r}, expected {path.stem!r} as in the file's name")
+    return recipe
+
+
+def resolve_target(target: str) -> ResolvedTarget:
+    """`target` is a recipe's name, a recipe file, a Hugging Face model folder or a hub id (org/name).
+
+    Downloads or dequantises what is not here yet. Raises UsageError for a name that means nothing, EagleError
+    for weights that are absent or damaged.
+    """
+    if target in _names() or target.endswith((".yaml", ".yml")):
+        path = _find(target)
+        recipe = _read(path)
+        return _resolved_target(recipe, path.parent)
+    local = Path(target).expanduser()
+    if local.is_dir():
+        source = Source(kind="folder", path=str(local.resolve()))
+        return _resolved_target(_default_recipe(local.resolve().name, source, local), local.parent)
+    if local.is_file():
+        raise UsageError(
+            f"{target} is a file", hint="give the Hugging Face folder (config.json and safetensors)"
+        )
+    if _HUB_ID.fullmatch(target):
+        source = Source(kind="hub", id=target)
+        folder = weights.fetch(target, None)
+        return _resolved_target(_default_recipe(target.partition("/")[2], source, folder), folder)
+    raise UsageError(
+        f"unknown target {target!r}: no recipe, no folder and no hub id (org/name)",
+        hint=_suggest(target, _names()),
+    )
+
+
+def _default_recipe(name: str, source: Source, folder: Path) -> Recipe:
+    """For a target without one: the papers' tree, and a context that its positions allow."""
+    positions = weights.read_config(folder).get("max_position_embeddings")
+    context = min(positions, _DEFAULT_CONTEXT) if isinstance(positions, int) else _DEFAULT_CONTEXT
+    return Recipe(
+        name=re.sub(r"[^a-z0-9.-]+", "-", name.lower()).strip("-.") or "model",
+        description=f"defaults for {source}",
+        target=source,
+        limits=BuildLimits(max_seq_len=context),
+    )
+
+
+def _resolved_target(recipe: Recipe, recipe_dir: Path) -> ResolvedTarget:
+    source = recipe.target
+    if source.kind == "gguf-package":
+        assert source.package
+        assert source.version
+        assert source.file
+        gguf = weights.find_gguf(source.package, source.version, source.file)
+        folder, sha256 = weights.convert_gguf(gguf), weights.file_identity(gguf)
+    else:
+        folder = _local(source, recipe_dir)
+        sha256 = weights.folder_identity(folder)
+    return ResolvedTarget(recipe.name, str(source), folder, sha256, recipe, recipe_dir)
+
+
+def resolve_head(head: str, target: ResolvedTarget) -> ResolvedHead:
+    """`head` is `eagle1` or `eagle3` (the recipe's head of that kind), a checkpoint folder or a hub id."""
+    recipe = target.recipe
+    if head in ("eagle1", "eagle3"):
+        source = recipe.heads.get(head)  # type: ignore[call-overload]
+        if source is None:
+            there = f"it has {', '.join(recipe.heads)}" if recipe.heads else "it names none"
+            raise UsageError(
+                f"no {head} head is known for {recipe.name}; {there}",
+                hint="give a head's folder or hub id: --head FOLDER or --head org/name",
+            )
+        folder = _local(source, target.recipe_dir)
+        identity = weights.folder_identity(folder)
+        return ResolvedHead(str(source), folder, identity, head, source.layer_ids, source.rope_theta)  # type: ignore[arg-type]
+    local = Path(head).expanduser()
+    if local.is_dir():
+        source = HeadSource(kind="folder", path=str(local.resolve()))
+    elif _HUB_ID.fullmatch(head):
+        source = HeadSource(kind="hub", id=head)
+    else:
+        raise UsageError(
+            f"unknown head {head!r}: expected eagle1, eagle3, a folder or a hub id (org/name)",
+            hint=f"{recipe.name} has {', '.join(recipe.heads) or 'no head of its own'}",
+        )
+    folder = _local(source, local.parent)
+    return ResolvedHead(str(source), folder, weights.folder_identity(folder), None)
+
+
+def _local(source: Source, base: Path) -> Path:
+    """The folder of a hub or folder source, fetched if need be and checked."""
+    if source.kind == "hub":
+        assert source.id
+        folder = weights.fetch(source.id, source.revision)
+    else:
+        assert source.path
+        folder = base / source.path
+    weights.check_folder(folder)
+    return folder

@@ -1,0 +1,177 @@
+"""The source weights of a bundle as torch modules: what the exporter traces, and what everything is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from eagle_export import recipe as recipes
+from eagle_export import weights
+from eagle_export.heads import LoadedHead, load_head
+from eagle_export.models.target import FAMILIES, TargetModule, check_family, target_dims
+from eagle_run.backends.base import Graph
+from eagle_run.bundle import Manifest
+from eagle_run.errors import EagleError
+
+if TYPE_CHECKING:
+    from eagle_export.models.head import Draft, Fuse
+    from eagle_export.recipe import ResolvedHead, ResolvedTarget
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, eq=False)
+class Modules:
+    """Target and head as eager modules that share the target's embedding and lm_head.
+
+    `model` is the Transformers model inside `target`. Without a head, `fuse`, `draft` and `draft_to_target`
+    are None.
+    """
+
+    model: Any
+    target: TargetModule
+    fuse: Fuse | None
+    draft: Draft | None
+    draft_to_target: Tensor | None
+
+
+def load_config(target: ResolvedTarget, max_seq_len: int) -> Any:
+    """The Transformers config of a target whose family can be exported for `max_seq_len` tokens.
+
+    Raises EagleError for an unknown family and for what the target graph would compute wrongly.
+    """
+    from transformers import AutoConfig
+
+    raw = weights.read_config(target.folder)
+    if raw.get("model_type") not in FAMILIES:  # Transformers may not even know it
+        check_family(SimpleNamespace(model_type=raw.get("model_type")), max_seq_len)
+    try:
+        config = AutoConfig.from_pretrained(target.folder, trust_remote_code=False)
+    except Exception as error:  # whatever Transformers makes of a damaged file
+        raise EagleError(
+            f"{target.folder / 'config.json'}: Transformers cannot read it: {first_line(error)}",
+            hint="download the model again",
+        ) from error
+    check_family(config, max_seq_len)
+    return config
+
+
+def load_fitting_head(
+    head: ResolvedHead, config: Any, *, layer_ids: Sequence[int] | None = None
+) -> LoadedHead:
+    """The head's checkpoint, checked against the target's config. Raises EagleError when it does not fit."""
+    ids = layer_ids if layer_ids is not None else head.layer_ids
+    loaded = load_head(
+        head.folder,
+        target_dims(config),
+        layer_ids=None if ids is None else tuple(ids),
+        rope_theta=head.rope_theta,
+    )
+    if head.algorithm is not None and loaded.spec.algorithm != head.algorithm:
+        raise EagleError(
+            f"{head.source} is an {loaded.spec.algorithm} head, but the recipe calls it {head.algorithm}",
+            hint="correct the recipe, or give the head's folder with --head",
+        )
+    return loaded
+
+
+def load_modules(target: ResolvedTarget, loaded: LoadedHead | None, dtype: torch.dtype) -> Modules:
+    """Reads the weights. Raises EagleError when the checkpoint does not hold exactly the model's tensors."""
+    model = _load_model(target, dtype)
+    # Without a head nothing reads the features; the last layer's cost nothing.
+    layers = loaded.spec.feature_layers if loaded else (model.config.num_hidden_layers,)
+    module = TargetModule(model, layers).eval()
+    if loaded is None:
+        return Modules(model, module, None, None, None)
+    from eagle_export.models.head import build_head
+
+    embedding, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    fuse, draft = build_head(loaded, embedding, lm_head, dtype=dtype)
+    return Modules(model, module, fuse, draft, loaded.draft_to_target)
+
+
+def eager_graphs(modules: Modules, cache_rows: int) -> dict[str, Graph]:
+    """The modules behind the runtime's Graph protocol, with caches of `cache_rows` rows."""
+    from eagle_export.eager import draft_graph, fuse_graph, target_graph
+
+    graphs: dict[str, Graph] = {"target": target_graph(modules.target, cache_rows)}
+    if modules.fuse is not None:
+        graphs["fuse"] = fuse_graph(modules.fuse)
+    if modules.draft is not None:
+        graphs["draft"] = draft_graph(modules.draft, cache_rows)
+    return graphs
+
+
+def reference_of(manifest: Manifest, *, target: str | None = None, head: str | None = None) -> Modules:
+    """The modules that a bundle was exported from, in the precision of its target graph.
+
+    `target` and `head` name the sources as for a build; by default they are found from the manifest.
+    Raises EagleError when a source is not here, or is not the one that the bundle was built from.
+    """
+    found = recipes.resolve_target(target or _target_source(manifest))
+    _check_same(manifest, "target", manifest.target.sha256, found.sha256, found.source)
+    config = load_config(found, manifest.limits.max_seq_len)
+    loaded = None
+    if manifest.head is not None:
+        source = recipes.resolve_head(head or _head_source(manifest, found), found)
+        _check_same(manifest, "head", manifest.head.sha256, source.sha256, source.source)
+        loaded = load_fitting_head(source, config, layer_ids=manifest.head.feature_layers)
+    precision = next(a.precision for a in manifest.artifacts if a.graph == "target")
+    return load_modules(found, loaded, DTYPES[precision])
+
+
+def _target_source(manifest: Manifest) -> str:
+    """What `--target` would say: the recipe of this name and source, or the source itself."""
+    for known in recipes.list_recipes():
+        if known.name == manifest.target.name and str(known.target) == manifest.target.source:
+            return known.name
+    return manifest.target.source.partition("@")[0]
+
+
+def _head_source(manifest: Manifest, target: ResolvedTarget) -> str:
+    assert manifest.head is not None
+    for algorithm, source in target.recipe.heads.items():
+        if str(source) == manifest.head.source:
+            return algorithm
+    return manifest.head.source.partition("@")[0]
+
+
+def _check_same(manifest: Manifest, part: str, expected: str, found: str, source: str) -> None:
+    if expected != found:
+        raise EagleError(
+            f"bundle {manifest.name} was built from another {part}: expected sha256 {expected[:12]}…, "
+            f"found {found[:12]}… ({source})",
+            hint=f"give the {part} it was built from with --{part}, or build the bundle again",
+        )
+
+
+def _load_model(target: ResolvedTarget, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            target.folder, dtype=dtype, trust_remote_code=False, output_loading_info=True
+        )
+    except Exception as error:  # whatever Transformers, safetensors or torch run into
+        raise EagleError(
+            f"{target.folder}: Transformers cannot load this model: {first_line(error)}",
+            hint="download the model again; a file may have been cut short",
+        ) from error
+    for key, fault in (("missing_keys", "lack"), ("mismatched_keys", "have another shape for")):
+        if names := sorted(str(name) for name in info.get(key) or ()):
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise EagleError(
+                f"{target.folder}: the weights {fault} {names[0]}{more}",
+                hint="config.json and the weights must be of one model; download it again",
+            )
+    return model.eval()
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its class when it has none."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

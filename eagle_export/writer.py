@@ -1,0 +1,266 @@
+"""Writes a bundle into a temporary folder beside its place, then renames: nothing is ever half-made."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from eagle_run.backends.base import GraphSpec
+from eagle_run.bundle import (
+    MANIFEST,
+    SCHEMA_VERSION,
+    TOKENIZER,
+    VOCAB_MAP_TENSOR,
+    Artifact,
+    BackendName,
+    Bundle,
+    FileEntry,
+    GraphName,
+    Manifest,
+    TensorInfo,
+    explain,
+    file_sha256,
+    load_bundle,
+    remember_sha256,
+)
+from eagle_run.errors import EagleError, UsageError
+from eagle_run.text import Text
+
+if TYPE_CHECKING:
+    import torch
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_PROBE = "Hello, wörld!\n\n1. 2 + 2 = 4 🙂"
+
+
+def require_space(path: Path, needed: int) -> None:
+    """Raises EagleError when the disk that will hold `path` has fewer than `needed` bytes free."""
+    there = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise EagleError(
+            f"{path}: about {needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free",
+            hint="free some disk space, or choose another place with --out",
+        )
+
+
+class BundleWriter:
+    """Context manager that collects the parts of a bundle in `folder` and publishes them in `finish`.
+
+        with BundleWriter(out, force=force) as writer:
+            export_target(writer.file("onnx/target.onnx"))
+            writer.add_artifact("target", "onnx", "fp32", "onnx/target.onnx", spec, ...)
+            writer.copy_tokenizer(model_folder)
+            bundle = writer.finish(target=..., head=..., ...)
+
+    Leaving without `finish`, by an error or Ctrl-C, removes everything that was written and keeps what was at
+    `path` before. A full disk becomes an EagleError.
+    """
+
+    def __init__(self, path: str | Path, *, force: bool = False) -> None:
+        self.path = Path(os.path.normpath(path))
+        if self.path.name in ("", ".."):
+            raise UsageError(f"{path} is no place for a bundle", hint="name a new folder with --out")
+        self.force = force
+        self.folder = self.path.with_name(f"{self.path.name}.partial-{os.getpid()}")
+        self._artifacts: list[Artifact] = []
+        self._tokenizer: list[FileEntry] = []
+
+    def __enter__(self) -> BundleWriter:
+        check_place(self.path, force=self.force)
+        shutil.rmtree(self.folder, ignore_errors=True)  # of a killed process that had this id
+        try:
+            self.folder.mkdir(parents=True)
+        except OSError as error:
+            raise EagleError(
+                f"{self.folder}: cannot be made: {error.strerror}", hint="choose another place with --out"
+            ) from None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if error is not None and _disk_full(error):
+            raise EagleError(
+                f"{self.path}: the disk is full; nothing was kept",
+                hint="free some disk space, or choose another place with --out",
+            ) from error
+
+    def file(self, relative: str) -> Path:
+        """Where to write the file `relative` of the bundle; its folder exists."""
+        path = self.folder / relative
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def entry(self, relative: str) -> FileEntry:
+        """Size and hash of a file that is written and will not change any more."""
+        path = self.folder / relative
+        if not path.is_file():
+            raise EagleError(f"{relative}: expected in the bundle being written, but nothing wrote it")
+        return FileEntry(path=relative, bytes=path.stat().st_size, sha256=file_sha256(path))
+
+    def add_artifact(
+        self,
+        graph: GraphName,
+        backend: BackendName,
+        precision: str,
+        file: str,
+        spec: GraphSpec,
+        *,
+        extra_files: Sequence[str] = (),
+        opset: int | None = None,
+        library_version: str,
+        compute_capability: str | None = None,
+    ) -> Artifact:
+        """Registers a finished graph: `file` is what a backend opens, `extra_files` its external data.
+
+        Both are relative to the bundle. Hashes are computed here. Raises EagleError when a file is missing or
+        the signature is not of the contract's types.
+        """
+        try:
+            artifact = Artifact(
+                graph=graph,
+                backend=backend,
+                precision=precision,
+                file=file,
+                files=tuple(self.entry(name) for name in (file, *extra_files)),
+                opset=opset,
+                library_version=library_version,
+                compute_capability=compute_capability,
+                inputs=tuple(TensorInfo(name=t.name, dtype=t.dtype, shape=t.shape) for t in spec.inputs),  # type: ignore[arg-type]
+                outputs=tuple(TensorInfo(name=t.name, dtype=t.dtype, shape=t.shape) for t in spec.outputs),  # type: ignore[arg-type]
+            )
+        except ValidationError as error:
+            raise explain(error, Artifact, f"{graph} graph") from None
+        self._artifacts.append(artifact)
+        return artifact
+
+    def copy_tokenizer(self, model_folder: Path) -> None:
+        """The tokenizer, chat template and generation config of a model folder, as the runtime reads them.
+
+        Transformers writes them, so that what it would do to the files on loading is done, and a slow
+        tokenizer becomes a fast one. Raises EagleError when there is none, or none that is fast.
+        """
+        from transformers import AutoTokenizer
+
+        target = self.folder / TOKENIZER
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False)
+            tokenizer.save_pretrained(target)
+        except Exception as error:
+            if _disk_full(error):
+                raise
+            raise EagleError(
+                f"{model_folder}: no readable tokenizer: {error}",
+                hint="the folder must hold tokenizer.json (or tokenizer.model) and tokenizer_config.json",
+            ) from error
+        generation = model_folder / "generation_config.json"
+        if generation.is_file():
+            shutil.copyfile(generation, target / generation.name)
+        for path in sorted(target.iterdir()):
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name not in _TOKENIZER_FILES:  # vocabularies of slow tokenizers; nothing reads them
+                path.unlink()
+        found, expected = Text.load(target).encode(_PROBE), tokenizer(_PROBE).input_ids
+        if found != expected:
+            raise EagleError(
+                f"{model_folder}: the saved tokenizer gives {found} for {_PROBE!r}, Transformers {expected}",
+                hint=f"tokenizers of class {type(tokenizer).__name__} are not supported",
+            )
+        names = sorted(path.name for path in target.iterdir())
+        self._tokenizer = [self.entry(f"{TOKENIZER}/{name}") for name in names]
+
+    def write_vocab_map(self, draft_to_target: torch.Tensor) -> FileEntry:
+        """Target id of each draft id, int64 [Vd], for HeadInfo.vocab_map."""
+        from safetensors.torch import save_file
+
+        relative = "vocab_map.safetensors"
+        save_file({VOCAB_MAP_TENSOR: draft_to_target.long().contiguous()}, self.file(relative))
+        return self.entry(relative)
+
+    def finish(self, **fields: Any) -> Bundle:
+        """Writes the manifest, checks the whole bundle as the runtime would, and puts it in place.
+
+        `fields` are Manifest's, except schema_version, created, tool_version, tokenizer and artifacts. An old
+        bundle at `path` (with force) goes only when the new one is there, and comes back if that fails.
+        """
+        own: Mapping[str, Any] = {
+            "schema_version": SCHEMA_VERSION,
+            "name": self.path.name,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "tool_version": version("eagle-export"),
+            "tokenizer": tuple(self._tokenizer),
+            "artifacts": tuple(self._artifacts),
+        }
+        try:
+            manifest = Manifest(**{**own, **fields})
+        except ValidationError as error:
+            raise explain(error, Manifest, f"manifest of {self.path}") from None
+        self.file(MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        load_bundle(self.folder)
+        _swap(self.folder, self.path)
+        remember_sha256({self.path / entry.path: entry.sha256 for entry in manifest.files()})
+        return Bundle(self.path, manifest)
+
+
+def check_place(path: Path, *, force: bool) -> None:
+    """Raises EagleError unless a bundle may be written to `path`: free, empty, or a bundle to be replaced."""
+    if path.is_file():
+        raise EagleError(f"{path} is a file; expected a folder to write the bundle to")
+    if not path.is_dir() or not any(path.iterdir()):
+        return
+    if not (path / MANIFEST).is_file():
+        raise EagleError(
+            f"{path} holds files that are not a bundle; it is left alone",
+            hint="choose another place with --out, or empty the folder yourself",
+        )
+    if not force:
+        raise EagleError(f"{path} already holds a bundle; it is kept", hint="pass --force to replace it")
+
+
+def _swap(new: Path, place: Path) -> None:
+    """Renames `new` to `place`; what was there is moved aside first and restored if that fails."""
+    aside = place.with_name(f"{place.name}.old-{os.getpid()}")
+    try:
+        if place.exists():
+            place.rename(aside)
+        new.rename(place)
+    except BaseException as error:
+        if aside.exists() and not place.exists():
+            aside.rename(place)
+        if isinstance(error, OSError):
+            raise EagleError(
+                f"{place}: the finished bundle cannot be put in place: {error.strerror}"
+            ) from error
+        raise
+    if aside.is_symlink():
+        aside.unlink()  # only the link was ours to replace
+    else:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _disk_full(error: BaseException | None) -> bool:
+    """Whether an error, or one behind it, says that no space is left (some only in words)."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if "No space left on device" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,44 @@
+"""The seam between the round and whatever runs a graph: named, caller-owned tensors in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+Run = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input or output of a graph. `shape` holds sizes, or names for dynamic axes (B, T, R, KV)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class GraphSpec:
+    """The whole signature of a graph: `name` is target, fuse or draft."""
+
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+class Graph(Protocol):
+    """A compiled or interpreted graph (ONNX Runtime session, TensorRT engine, eager module).
+
+    `bind` is called once per set of shapes and does all that is slow: checking names, dtypes and shapes,
+    building the binding. The function it returns is called once per forward: it reads the bound inputs,
+    writes the bound outputs, allocates nothing and waits for nothing, so that it can be captured.
+    `past_*` and `present_*` of one layer are bound to the same tensor.
+    """
+
+    @property
+    def spec(self) -> GraphSpec: ...
+
+    def bind(self, tensors: Mapping[str, torch.Tensor]) -> Run: ...

@@ -1,0 +1,125 @@
+"""Runs a plain ONNX graph in ONNX Runtime, on caller-owned memory through IO binding.
+
+The KV cache is updated in place: `past_key.i` and `present_key.i` are bound to the same address, which
+ONNX Runtime's TensorScatter recognises and then writes only the new rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle_run.backends.base import GraphSpec, Run, TensorSpec
+from eagle_run.backends.checks import check_tensors
+from eagle_run.errors import EagleError
+
+# ONNX TensorProto element types: bind_input takes them where NumPy has no such dtype (bfloat16, fp8).
+_ELEMENT_TYPES = {"float32": 1, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16, "int32": 6}
+_ORT_DTYPES = {
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+    "tensor(bfloat16)": "bfloat16",
+    "tensor(int64)": "int64",
+    "tensor(int32)": "int32",
+    "tensor(bool)": "bool",
+}
+
+
+class OnnxRuntimeGraph:
+    """A graph in an ONNX Runtime session. `device` is "cpu" or "cuda" (needs onnxruntime-gpu).
+
+    `threads` is the number of threads inside an operator; 0 lets ONNX Runtime take one per core.
+    Raises EagleError when the file cannot be loaded or the CUDA provider is missing.
+    """
+
+    def __init__(self, path: Path, name: str, *, device: str = "cpu", threads: int = 0) -> None:
+        ort = _import_onnxruntime()
+        self._device = device
+        try:
+            self._session = ort.InferenceSession(
+                str(path), sess_options=_options(ort, threads), providers=_providers(ort, device)
+            )
+        except Exception as error:  # onnxruntime raises a dozen unrelated classes, all without a common base
+            raise EagleError(
+                f"ONNX Runtime {ort.__version__} cannot load {path}: {_first_line(error)}",
+                hint="the file may be damaged or newer than this ONNX Runtime; build the bundle again",
+            ) from error
+        self._spec = GraphSpec(
+            name,
+            tuple(_tensor_spec(value) for value in self._session.get_inputs()),
+            tuple(_tensor_spec(value) for value in self._session.get_outputs()),
+        )
+        self._run_options = ort.RunOptions()
+        if device == "cuda":  # torch's stream is passed in, so nothing has to wait for the whole device
+            self._run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+
+    @property
+    def spec(self) -> GraphSpec:
+        return self._spec
+
+    def bind(self, tensors: Mapping[str, torch.Tensor]) -> Run:
+        """Binds every input and output to the tensor of its name; the returned call runs the graph on them.
+
+        Raises EagleError for a missing name, another dtype, a static axis of another size, or a tensor that
+        is not contiguous.
+        """
+        check_tensors(self._spec, tensors)
+        binding = self._session.io_binding()
+        for spec in self._spec.inputs:
+            binding.bind_input(*self._place(spec, tensors[spec.name]))
+        for spec in self._spec.outputs:
+            binding.bind_output(*self._place(spec, tensors[spec.name]))
+        session, options = self._session, self._run_options
+        kept = tuple(tensors.values())  # the binding holds bare addresses: the tensors must outlive it
+
+        def run(_kept: tuple[torch.Tensor, ...] = kept) -> None:
+            session.run_with_iobinding(binding, options)
+
+        return run
+
+    def _place(self, spec: TensorSpec, tensor: torch.Tensor) -> tuple[Any, ...]:
+        index = tensor.device.index or 0
+        element_type = _ELEMENT_TYPES[spec.dtype]
+        return spec.name, self._device, index, element_type, list(tensor.shape), tensor.data_ptr()
+
+
+def _options(ort: Any, threads: int) -> Any:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    return options
+
+
+def _providers(ort: Any, device: str) -> list[Any]:
+    if device == "cpu":
+        return ["CPUExecutionProvider"]
+    if "CUDAExecutionProvider" not in ort.get_available_providers():
+        raise EagleError(
+            f"onnxruntime {ort.__version__} has no CUDA provider (found {ort.get_available_providers()})",
+            hint="pip install 'eagle-export[gpu]' in an environment without the CPU-only onnxruntime, "
+            "or run with --device cpu",
+        )
+    stream = torch.cuda.current_stream().cuda_stream
+    return [("CUDAExecutionProvider", {"user_compute_stream": str(stream)}), "CPUExecutionProvider"]
+
+
+def _import_onnxruntime() -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise EagleError(
+            f"onnxruntime cannot be imported: {error}", hint="pip install onnxruntime (or eagle-export[gpu])"
+        ) from error
+    return onnxruntime
+
+
+def _tensor_spec(value: Any) -> TensorSpec:
+    return TensorSpec(value.name, _ORT_DTYPES[value.type], tuple(value.shape))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

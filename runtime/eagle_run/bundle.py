@@ -1,0 +1,250 @@
+"""A bundle on disk: reading its manifest, and the checks that make a bad bundle fail early and clearly.
+
+The schema is in manifest.py (re-exported here); docs/format.md is the prose of both.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ValidationError
+
+from eagle_run.errors import EagleError
+from eagle_run.hashing import cache_dir, file_sha256, remember_sha256
+from eagle_run.manifest import (
+    SCHEMA_VERSION,
+    AcceptanceProfile,
+    Artifact,
+    BackendName,
+    BuildInfo,
+    FileEntry,
+    GraphName,
+    HeadInfo,
+    Limits,
+    Manifest,
+    Record,
+    TargetInfo,
+    TensorInfo,
+    TreeDefaults,
+    graph_tensor_names,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "MANIFEST",
+    "SCHEMA_VERSION",
+    "TOKENIZER",
+    "VOCAB_MAP_TENSOR",
+    "AcceptanceProfile",
+    "Artifact",
+    "BackendName",
+    "BuildInfo",
+    "Bundle",
+    "FileEntry",
+    "GraphName",
+    "HeadInfo",
+    "Limits",
+    "Manifest",
+    "Record",
+    "TargetInfo",
+    "TensorInfo",
+    "TreeDefaults",
+    "cache_dir",
+    "explain",
+    "file_sha256",
+    "graph_tensor_names",
+    "load_bundle",
+    "read_manifest",
+    "remember_sha256",
+]
+
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer"
+VOCAB_MAP_TENSOR = "draft_to_target"
+_REBUILD = "build the bundle again with `eagle-export build ... --force`, or copy it again from its source"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A loaded, checked bundle."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        return self.path / TOKENIZER
+
+    def artifacts(self, graph: GraphName) -> tuple[Artifact, ...]:
+        return tuple(artifact for artifact in self.manifest.artifacts if artifact.graph == graph)
+
+    def artifact(
+        self, graph: GraphName, backend: BackendName = "onnx", compute_capability: str | None = None
+    ) -> Artifact:
+        """The one to open. Raises EagleError, naming what there is, when nothing fits."""
+        for artifact in self.artifacts(graph):
+            if artifact.backend == backend and artifact.compute_capability in (None, compute_capability):
+                return artifact
+        wanted = f"{backend} for compute capability {compute_capability}" if compute_capability else backend
+        there = [
+            a.backend + (f" for {a.compute_capability}" if a.compute_capability else "")
+            for a in self.artifacts(graph)
+        ]
+        raise EagleError(
+            f"{self.path}: no {graph} graph for {wanted}; the bundle has {', '.join(there) or 'none'}",
+            hint="build it for this backend and GPU, or choose another backend",
+        )
+
+    def file(self, artifact: Artifact) -> Path:
+        """The file a backend opens."""
+        return self.path / artifact.file
+
+    def vocab_map(self) -> torch.Tensor | None:
+        """Target id of each draft id, int64 [Vd], or None when the ids are the same."""
+        head = self.manifest.head
+        if head is None or head.vocab_map is None:
+            return None
+        import torch
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        where = self.path / head.vocab_map.path
+        try:
+            table = load_file(where)[VOCAB_MAP_TENSOR]
+        except (OSError, SafetensorError, KeyError) as error:
+            raise EagleError(
+                f"{where}: no readable tensor {VOCAB_MAP_TENSOR!r}: {error}", hint=_REBUILD
+            ) from None
+        expected = f"int64 [{head.draft_vocab_size}] with ids below {self.manifest.target.vocab_size}"
+        if table.dtype != torch.int64 or tuple(table.shape) != (head.draft_vocab_size,):
+            raise EagleError(
+                f"{where}: expected {expected}, found {table.dtype} {list(table.shape)}", hint=_REBUILD
+            )
+        low, high = int(table.min()), int(table.max())
+        if low < 0 or high >= self.manifest.target.vocab_size:
+            raise EagleError(f"{where}: expected {expected}, found ids {low}..{high}", hint=_REBUILD)
+        return table
+
+
+def load_bundle(path: str | Path, *, verify_hashes: bool = True) -> Bundle:
+    """Read and check a bundle.
+
+    Every file must be there with its size. With `verify_hashes` its SHA-256 must match as well; a hash is
+    computed once and remembered by path, size and modification time, so a later start costs a stat per file.
+    Raises EagleError: not a bundle, corrupt or newer manifest, unknown or contradictory fields, head of
+    another target, missing or edited file.
+    """
+    root = Path(path)
+    manifest = read_manifest(root)
+    for entry in manifest.files():
+        _check_file(root, entry, verify_hash=verify_hashes)
+    return Bundle(root, manifest)
+
+
+def read_manifest(root: Path) -> Manifest:
+    """The validated manifest alone; no other file is looked at."""
+    where = root / MANIFEST
+    if not where.is_file():
+        found = "a file" if root.is_file() else "no manifest.json" if root.is_dir() else "nothing there"
+        hint = "give the folder that `eagle-export build --out` wrote"
+        if ".partial-" in root.name:
+            hint = "this is what an interrupted build left behind; delete it and build again"
+        raise EagleError(
+            f"{root} is not a bundle: expected a folder with manifest.json, found {found}", hint=hint
+        )
+    try:
+        data = json.loads(where.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise EagleError(f"{where}: not readable as JSON: {error}", hint=_REBUILD) from None
+    _check_schema(data, where)
+    try:
+        manifest = Manifest.model_validate_json(json.dumps(data))
+    except ValidationError as error:
+        raise explain(error, Manifest, str(where)) from None
+    _check_head_target(manifest, where)
+    return manifest
+
+
+def _check_schema(data: object, where: Path) -> None:
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise EagleError(
+            f"{where}: expected a bundle manifest with a schema_version, found {version!r}", hint=_REBUILD
+        )
+    if version > SCHEMA_VERSION:
+        raise EagleError(
+            f"{where}: schema version {version}, but this eagle-run reads up to {SCHEMA_VERSION}",
+            hint="upgrade with `pip install --upgrade eagle-export`, or build the bundle with this version",
+        )
+
+
+def _check_head_target(manifest: Manifest, where: Path) -> None:
+    head, target = manifest.head, manifest.target
+    if head and head.target_sha256 != target.sha256:
+        raise EagleError(
+            f"{where}: the head was built for another target: expected sha256 {head.target_sha256[:12]}…, "
+            f"found {target.sha256[:12]}… ({target.name})",
+            hint="build target and head together with one `eagle-export build`",
+        )
+
+
+def _check_file(root: Path, entry: FileEntry, *, verify_hash: bool) -> None:
+    where = root / entry.path
+    if not where.is_file():
+        raise EagleError(f"{where}: missing, but the manifest lists it", hint=_REBUILD)
+    size = where.stat().st_size
+    if size != entry.bytes:
+        raise EagleError(
+            f"{where}: expected {entry.bytes} bytes, found {size}: truncated or edited", hint=_REBUILD
+        )
+    if verify_hash and (found := file_sha256(where)) != entry.sha256:
+        raise EagleError(
+            f"{where}: edited or corrupt: expected sha256 {entry.sha256[:12]}…, found {found[:12]}…",
+            hint=_REBUILD,
+        )
+
+
+def explain(error: ValidationError, model: type[BaseModel], where: str) -> EagleError:
+    """The first fault of a failed validation of `model`, as an EagleError that names file and key."""
+    fault = error.errors()[0]
+    key = ".".join(str(part) for part in fault["loc"])
+    more = f" ({error.error_count() - 1} more faults)" if error.error_count() > 1 else ""
+    if fault["type"] == "extra_forbidden":
+        known = _fields_at(model, fault["loc"][:-1])
+        close = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1)
+        guess = f"did you mean {close[0]!r}? " if close else ""
+        return EagleError(
+            f"{where}: unknown key {key!r}{more}", hint=f"{guess}known keys: {', '.join(known)}"
+        )
+    if fault["type"] == "missing":
+        return EagleError(
+            f"{where}: missing key {key!r}{more}",
+            hint="the file is incomplete; add the key or make the file again",
+        )
+    message = fault["msg"].removeprefix("Value error, ")
+    found = "" if isinstance(fault["input"], dict | BaseModel) else f", found {fault['input']!r}"
+    return EagleError(f"{where}: {key + ': ' if key else ''}{message}{found}{more}")
+
+
+def _fields_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
+    """Field names of the record that `loc` points into, seen through optionals, tuples and dicts."""
+    for part in loc:
+        field = model.model_fields.get(str(part))
+        inner = next(_records_in(field.annotation), None) if field else None
+        model = inner or model
+    return list(model.model_fields)
+
+
+def _records_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in typing.get_args(annotation):
+        yield from _records_in(argument)

@@ -1,0 +1,222 @@
+"""Opens a bundle: its files checked, its graphs loaded, its tokenizer read, ready to decode."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from eagle_run.backends.base import Graph
+from eagle_run.bundle import Bundle, GraphName, TreeDefaults, load_bundle
+from eagle_run.errors import EagleError, UsageError
+from eagle_run.loop import Decoder, Piece, Request, Stats
+from eagle_run.sampling import SamplingSettings
+from eagle_run.session import Session
+from eagle_run.text import Text
+from eagle_run.tree import TreeShape, parse_tree
+
+BACKENDS = ("auto", "onnxruntime", "tensorrt", "tensorrt-rtx")
+
+
+@dataclass
+class Answer:
+    """What one request gave. `finish_reason` is "stop" or "length", None while it is not over."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+
+    def add(self, piece: Piece) -> None:
+        self.tokens += piece.tokens
+        self.text += piece.text
+        self.finish_reason = piece.finish_reason
+
+
+@dataclass(frozen=True)
+class RoundTime:
+    """Seconds of one round; `glue` is everything outside the graphs."""
+
+    draft: float
+    verify: float
+    glue: float
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Finished answers, the counts of the run, and the time of each of its rounds."""
+
+    answers: list[Answer]
+    stats: Stats
+    rounds: list[RoundTime]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A bundle that is loaded and can decode. `tree` is the bundle's own, None without a draft head."""
+
+    bundle: Bundle
+    decoder: Decoder
+    text: Text
+    tree: TreeShape | None
+    backend: str
+    device: str
+    threads: int
+
+    @property
+    def batch(self) -> int:
+        return self.decoder.session.batch
+
+    @property
+    def precision(self) -> str:
+        return self.bundle.artifact("target").precision
+
+    def request(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        system: str | None = None,
+        raw: bool = False,
+        sampling: SamplingSettings | None = None,
+        max_new_tokens: int = 256,
+        stop_strings: Sequence[str] = (),
+        ignore_eos: bool = False,
+    ) -> Request:
+        """A request from a text (one user turn; `raw` leaves the chat template out) or from chat messages.
+
+        Stop tokens are the bundle's, none with `ignore_eos`. Raises UsageError for an empty prompt or stop
+        string and EagleError when the chat template refuses.
+        """
+        if isinstance(prompt, str):
+            ids = self.text.encode_prompt(prompt, system=system, raw=raw)
+        else:
+            ids = self.text.encode_chat(prompt)
+        return Request(
+            prompt=tuple(ids),
+            sampling=sampling or SamplingSettings(),
+            max_new_tokens=max_new_tokens,
+            stop_tokens=frozenset() if ignore_eos else frozenset(self.bundle.manifest.stop_token_ids),
+            stop_strings=tuple(stop_strings),
+        )
+
+    def decode(
+        self,
+        requests: Sequence[Request],
+        shape: TreeShape,
+        *,
+        rule: str = "topk",
+        on_piece: Callable[[Piece], None] | None = None,
+        decoded: Decoded | None = None,
+    ) -> Decoded:
+        """Runs `requests` to their ends, telling `on_piece` of each piece as it comes.
+
+        `decoded`, if given, is filled as the run goes on: what is there survives an interrupt.
+        """
+        decoded = decoded or Decoded([], Stats(), [])
+        decoded.answers.extend(Answer() for _ in requests)
+        stats, seen = decoded.stats, Stats()
+        for piece in self.decoder.generate(requests, shape, rule=rule, stats=stats):
+            if stats.steps > seen.steps:  # with a batch, the pieces of one round come one after the other
+                decoded.rounds.append(_round_time(seen, stats))
+                seen = replace(stats)
+            decoded.answers[piece.index].add(piece)
+            if on_piece:
+                on_piece(piece)
+        return decoded
+
+
+def _round_time(before: Stats, after: Stats) -> RoundTime:
+    draft = after.draft_seconds - before.draft_seconds
+    verify = after.verify_seconds - before.verify_seconds
+    return RoundTime(draft, verify, after.decode_seconds - before.decode_seconds - draft - verify)
+
+
+def tree_of(defaults: TreeDefaults) -> TreeShape:
+    """The shape that a manifest describes."""
+    if defaults.kind == "static":
+        return parse_tree("static", parents=defaults.parents)
+    return parse_tree(defaults.kind, defaults.depth, defaults.top_k, defaults.nodes)
+
+
+def open_engine(
+    path: str | os.PathLike[str],
+    *,
+    backend: str = "auto",
+    device: str = "cpu",
+    batch: int = 1,
+    threads: int = 0,
+    with_draft: bool = True,
+) -> Engine:
+    """Loads the bundle at `path` with its hashes verified.
+
+    `backend` is "auto" or "onnxruntime"; `threads` is the number inside an operator (0: one per core);
+    `batch` is how many prompts decode side by side. Without `with_draft` only plain decoding is possible,
+    and the draft's memory is saved. Raises EagleError for a bad bundle and for what is not there yet.
+    """
+    backend = _backend(backend)
+    bundle = load_bundle(os.fspath(path))
+    limits = bundle.manifest.limits
+    if not 1 <= batch <= limits.max_batch:
+        raise UsageError(
+            f"batch is {batch}; this bundle was built for 1 to {limits.max_batch}",
+            hint="give a smaller --batch, or build the bundle with a larger --max-batch",
+        )
+    if threads < 0:
+        raise UsageError(f"threads is {threads}; it must be at least 0 (0: one per core)")
+    has_head = with_draft and bundle.manifest.head is not None
+    session = Session(
+        _graphs(bundle, has_head, device=device, threads=threads),
+        batch=batch,
+        draft_to_target=_vocabulary(bundle) if has_head else None,
+        device=device,
+    )
+    text = Text.load(bundle.tokenizer_dir)
+    decoder = Decoder(session, max_seq_len=limits.max_seq_len, chunk=limits.prefill_chunk, text=text)
+    defaults = bundle.manifest.tree if has_head else None
+    return Engine(
+        bundle=bundle,
+        decoder=decoder,
+        text=text,
+        tree=None if defaults is None else tree_of(defaults),
+        backend=backend,
+        device=device,
+        threads=threads,
+    )
+
+
+def _backend(name: str) -> str:
+    if name in ("auto", "onnxruntime"):
+        return "onnxruntime"
+    if name in BACKENDS:
+        raise EagleError(
+            f"the {name} backend is not in this version of eagle-run yet",
+            hint="use --backend onnxruntime (with --device cuda on a GPU)",
+        )
+    raise UsageError(f"unknown backend {name!r}", hint=f"choose one of {', '.join(BACKENDS)}")
+
+
+def _graphs(bundle: Bundle, has_head: bool, *, device: str, threads: int) -> dict[str, Graph]:
+    from eagle_run.backends.onnxruntime import OnnxRuntimeGraph
+
+    names: list[GraphName] = ["target"]
+    if has_head:
+        names += ["draft"] + (["fuse"] if bundle.artifacts("fuse") else [])  # type: ignore[list-item]
+    graphs: dict[str, Graph] = {}
+    for name in names:
+        artifact = bundle.artifact(name, "onnx")
+        graph = OnnxRuntimeGraph(bundle.file(artifact), name, device=device, threads=threads)
+        if graph.spec != artifact.spec():
+            raise EagleError(
+                f"{bundle.file(artifact)}: the graph's inputs and outputs are not those in the manifest",
+                hint="build the bundle again with `eagle-export build ... --force`",
+            )
+        graphs[name] = graph
+    return graphs
+
+
+def _vocabulary(bundle: Bundle) -> torch.Tensor:
+    """Target id of each draft id, i64 [Vd]."""
+    table = bundle.vocab_map()
+    return torch.arange(bundle.manifest.target.vocab_size) if table is None else table

@@ -1,0 +1,27 @@
+"""EagleError: what went wrong, what to do about it, and the exit code that a command line ends with."""
+
+from __future__ import annotations
+
+
+class EagleError(Exception):
+    """An error that a user can act on.
+
+    `message` says what was expected and what was found; `hint` says what to do. `exit_code` is 2 for a
+    wrong command line and 1 for everything else. Command lines print it without a traceback.
+    """
+
+    def __init__(self, message: str, *, hint: str = "", exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
+
+
+class UsageError(EagleError):
+    """An option or argument that makes no sense (exit code 2)."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message, hint=hint, exit_code=2)

@@ -1,0 +1,65 @@
+"""SHA-256 of large files, computed once and remembered in the user's cache folder."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+_REMEMBERED = 512  # hashes kept in the cache file
+
+
+def cache_dir(tool: str) -> Path:
+    """Where this platform keeps a user's caches, for `tool`."""
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / tool
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, remembered by (path, size, modification time). Raises OSError."""
+    known, key, stamp = _remembered(), str(path.resolve()), _stamp(path)
+    if known.get(key, [])[:2] == stamp:
+        return str(known[key][2])
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    remember_sha256({path: digest})
+    return digest
+
+
+def remember_sha256(digests: dict[Path, str]) -> None:
+    """Note hashes that were just computed. A cache that cannot be written only costs time."""
+    known = _remembered()
+    for path, digest in digests.items():
+        key = str(path.resolve())
+        known.pop(key, None)  # a renewed entry moves to the young end
+        known[key] = [*_stamp(path), digest]
+    kept = dict(list(known.items())[-_REMEMBERED:])
+    where = cache_dir("eagle-run") / "hashes.json"
+    temporary = where.with_name(f"hashes.{os.getpid()}.tmp")
+    with contextlib.suppress(OSError):
+        where.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(kept), encoding="utf-8")
+        temporary.replace(where)
+
+
+def _stamp(path: Path) -> list[int]:
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns]
+
+
+def _remembered() -> dict[str, list[Any]]:
+    try:
+        known = json.loads((cache_dir("eagle-run") / "hashes.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    sound = isinstance(known, dict) and all(isinstance(v, list) and len(v) == 3 for v in known.values())
+    return known if sound else {}

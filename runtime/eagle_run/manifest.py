@@ -1,0 +1,277 @@
+"""The manifest of a bundle: frozen, strict, versioned records. docs/format.md is its prose.
+
+Nothing here imports torch, transformers or onnx, so that a command line which only looks at a bundle
+starts fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+if TYPE_CHECKING:
+    from eagle_run.backends.base import GraphSpec
+
+SCHEMA_VERSION = 1
+
+GraphName = Literal["target", "fuse", "draft"]
+BackendName = Literal["onnx", "tensorrt", "tensorrt-rtx"]
+Count = Annotated[int, Field(ge=1)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+_CACHED_INPUTS = ("input_ids", "position_ids", "tree_mask", "write_index", "logits_index")
+
+
+def graph_tensor_names(graph: GraphName, layers: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(input names, output names) of a graph whose KV cache has `layers` layers, in signature order."""
+    if graph == "fuse":
+        return ("features",), ("hidden",)
+    past = tuple(f"past_{kind}.{i}" for i in range(layers) for kind in ("key", "value"))
+    present = tuple(name.replace("past_", "present_") for name in past)
+    if graph == "target":
+        return (*_CACHED_INPUTS, *past), ("logits", "features", *present)
+    return ("input_ids", "hidden", *_CACHED_INPUTS[1:], *past), ("logits", "hidden_out", *present)
+
+
+class Record(BaseModel):
+    """Base of everything read from a file: frozen, strict, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class FileEntry(Record):
+    """A file of the bundle; `path` is relative to the bundle, with forward slashes."""
+
+    path: str
+    bytes: Annotated[int, Field(ge=0)]
+    sha256: Sha256
+
+    @model_validator(mode="after")
+    def _inside(self) -> FileEntry:
+        parts = PurePosixPath(self.path)
+        if (
+            not self.path
+            or parts.is_absolute()
+            or ".." in parts.parts
+            or "\\" in self.path
+            or ":" in self.path
+        ):
+            raise ValueError(f"path {self.path!r} must be relative and stay inside the bundle")
+        return self
+
+
+class TensorInfo(Record):
+    """One input or output: `shape` holds sizes, or names (B, T, R, KV) for dynamic axes."""
+
+    name: str
+    dtype: Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "int32", "bool"]
+    shape: tuple[int | str, ...]
+
+
+class TargetInfo(Record):
+    """The model whose distribution is kept. `sha256` is its identity (see docs/format.md)."""
+
+    name: str
+    family: str
+    source: str
+    sha256: Sha256
+    layers: Count
+    hidden_size: Count
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
+    vocab_size: Count
+
+
+class HeadInfo(Record):
+    """The draft head. `target_sha256` is the identity of the target it was built for.
+
+    `feature_layers` index Transformers' `hidden_states`, ascending. `vocab_map` is null when draft ids are
+    target ids.
+    """
+
+    algorithm: Literal["eagle1", "eagle3"]
+    dialect: str
+    source: str
+    sha256: Sha256
+    target_sha256: Sha256
+    layers: Count
+    hidden_size: Count
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
+    draft_vocab_size: Count
+    feature_layers: tuple[Annotated[int, Field(ge=0)], ...]
+    vocab_map: FileEntry | None
+
+
+class Limits(Record):
+    """Sizes that the graphs and buffers were built for. Rows count cache positions."""
+
+    max_seq_len: Count
+    max_batch: Count
+    prefill_chunk: Count
+    max_tree_nodes: Count
+    cache_rows: Count
+    draft_cache_rows: Annotated[int, Field(ge=0)]
+
+
+class TreeDefaults(Record):
+    """The tree that is drafted unless the user asks for another. `nodes` counts the root.
+
+    `parents` is the table of a static tree: one entry per node, -1 for the root, parents before children;
+    children of one parent take the draft's ranks 0, 1, ... in order of appearance.
+    """
+
+    kind: Literal["dynamic", "static", "chain"]
+    depth: Count
+    top_k: Count
+    nodes: Annotated[int, Field(ge=2)]
+    parents: tuple[int, ...] | None = None
+
+    @model_validator(mode="after")
+    def _sensible(self) -> TreeDefaults:
+        if (self.parents is not None) != (self.kind == "static"):
+            raise ValueError(
+                f"a {self.kind} tree must {'have' if self.kind == 'static' else 'not have'} parents"
+            )
+        candidates = self.top_k + (self.depth - 1) * self.top_k**2
+        if self.kind == "dynamic" and self.nodes - 1 > candidates:
+            raise ValueError(
+                f"{self.nodes} nodes (root included) need {self.nodes - 1} candidates, "
+                f"but depth {self.depth} and top_k {self.top_k} give {candidates}"
+            )
+        if self.kind == "chain" and (self.top_k, self.nodes) != (1, self.depth + 1):
+            raise ValueError(f"a chain of depth {self.depth} has top_k 1 and {self.depth + 1} nodes")
+        if self.parents is not None:
+            self._check_parents(self.parents)
+        return self
+
+    def _check_parents(self, parents: tuple[int, ...]) -> None:
+        if len(parents) != self.nodes or parents[0] != -1:
+            raise ValueError(f"parents must hold {self.nodes} entries, the first -1 (the root)")
+        level = [0]
+        for node, parent in enumerate(parents[1:], start=1):
+            if not 0 <= parent < node:
+                raise ValueError(f"parent of node {node} is {parent}; it must be an earlier node")
+            level.append(level[parent] + 1)
+        widest = max(parents.count(node) for node in range(self.nodes))
+        if max(level) != self.depth or widest > self.top_k:
+            raise ValueError(
+                f"parents describe depth {max(level)} and up to {widest} children, "
+                f"not depth {self.depth} and top_k {self.top_k}"
+            )
+
+
+class AcceptanceProfile(Record):
+    """Measured acceptance of this head on a few prompts; a later run far below it points to a fault."""
+
+    prompts: Count
+    temperature: Annotated[float, Field(ge=0)]
+    tokens_per_round: Annotated[float, Field(ge=1)]
+    acceptance_by_depth: tuple[Annotated[float, Field(ge=0, le=1)], ...]
+
+
+class Artifact(Record):
+    """One graph for one backend: `file` is what is opened, `files` lists it and its external data."""
+
+    graph: GraphName
+    backend: BackendName
+    precision: str
+    file: str
+    files: tuple[FileEntry, ...]
+    opset: int | None
+    library_version: str
+    compute_capability: str | None
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+
+    def spec(self) -> GraphSpec:
+        """The signature in the runtime's own type."""
+        from eagle_run.backends.base import GraphSpec, TensorSpec
+
+        def convert(infos: tuple[TensorInfo, ...]) -> tuple[TensorSpec, ...]:
+            return tuple(TensorSpec(info.name, info.dtype, info.shape) for info in infos)
+
+        return GraphSpec(self.graph, convert(self.inputs), convert(self.outputs))
+
+
+class BuildInfo(Record):
+    """How the bundle was made: wall time, peak resident memory, versions of the libraries."""
+
+    seconds: Annotated[float, Field(ge=0)]
+    peak_memory_bytes: Annotated[int, Field(ge=0)]
+    versions: dict[str, str]
+
+
+class Manifest(Record):
+    """manifest.json."""
+
+    schema_version: Literal[1]
+    name: str
+    created: str
+    tool_version: str
+    target: TargetInfo
+    head: HeadInfo | None
+    limits: Limits
+    tree: TreeDefaults | None
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...]
+    acceptance: AcceptanceProfile | None = None
+    tokenizer: tuple[FileEntry, ...]
+    artifacts: tuple[Artifact, ...]
+    build: BuildInfo
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Manifest:
+        problem = next(_contradictions(self), None)
+        if problem:
+            raise ValueError(problem)
+        return self
+
+    def files(self) -> list[FileEntry]:
+        """Every file that the manifest vouches for."""
+        vocab_map = self.head.vocab_map if self.head else None
+        entries = [entry for artifact in self.artifacts for entry in artifact.files]
+        return [*entries, *self.tokenizer, *([vocab_map] if vocab_map else [])]
+
+
+def _contradictions(manifest: Manifest) -> Iterator[str]:
+    """What cannot be true at once, most telling first."""
+    target, head, limits, tree = manifest.target, manifest.head, manifest.limits, manifest.tree
+    if limits.max_seq_len > limits.cache_rows:
+        yield f"max_seq_len {limits.max_seq_len} does not fit {limits.cache_rows} cache_rows"
+    if any(token >= target.vocab_size for token in manifest.stop_token_ids):
+        yield f"stop_token_ids {list(manifest.stop_token_ids)} pass the vocabulary of {target.vocab_size}"
+    if (head is None) != (tree is None):
+        yield "head and tree must both be present or both be null"
+    if tree and tree.nodes > limits.max_tree_nodes:
+        yield f"a tree of {tree.nodes} nodes passes max_tree_nodes {limits.max_tree_nodes}"
+    if head:
+        yield from _head_contradictions(head, target)
+    layers = {"target": target.layers, "draft": head.layers if head else 0, "fuse": 0}
+    for artifact in manifest.artifacts:
+        yield from _artifact_contradictions(artifact, layers[artifact.graph], has_head=head is not None)
+
+
+def _head_contradictions(head: HeadInfo, target: TargetInfo) -> Iterator[str]:
+    features = head.feature_layers
+    if not features or list(features) != sorted(set(features)) or features[-1] > target.layers:
+        yield f"feature_layers {list(features)} must ascend within 0..{target.layers}"
+    if head.vocab_map is None and head.draft_vocab_size != target.vocab_size:
+        yield f"draft vocabulary {head.draft_vocab_size} of {target.vocab_size} needs a vocab_map"
+
+
+def _artifact_contradictions(artifact: Artifact, layers: int, *, has_head: bool) -> Iterator[str]:
+    if artifact.graph != "target" and not has_head:
+        yield f"a {artifact.graph} graph without a head"
+    if artifact.file not in {entry.path for entry in artifact.files}:
+        yield f"{artifact.file!r} of the {artifact.graph} graph is not among its files"
+    found = tuple(info.name for info in artifact.inputs), tuple(info.name for info in artifact.outputs)
+    expected = graph_tensor_names(artifact.graph, layers)
+    for side, have, want in zip(("inputs", "outputs"), found, expected, strict=True):
+        if set(have) != set(want) or len(have) != len(want):
+            odd = sorted(set(have) ^ set(want)) or sorted(have)
+            yield f"{side} of the {artifact.graph} graph differ from the contract: {odd}"

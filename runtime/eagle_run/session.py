@@ -1,0 +1,225 @@
+"""Owns what outlives a round: the graphs, the KV caches, the buffers they are bound to, the slots' state.
+
+A forward has fixed shapes (B slots, T rows, R logit rows, KV attended rows). Its buffers are made and bound
+once, the first time the shapes are seen, and reused by every later forward of these shapes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from eagle_run.backends.base import Graph, GraphSpec, Run
+from eagle_run.backends.checks import DTYPES
+from eagle_run.errors import EagleError
+from eagle_run.sampling import SettingsTensors
+from eagle_run.tree import TreeShape, TreeTables
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One graph at fixed shapes: fill `inputs`, call `run`, read `outputs`."""
+
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    run: Run
+
+
+@dataclass
+class State:
+    """The slots of a batch between two rounds; every field is a device tensor of fixed shape.
+
+    n = `length` tokens have their KV in the target cache; `root` is the token after them, which has none.
+    `pending_*` are the pairs (feature f_t, token x_{t+1}) that the draft cache still lacks: `pending_count`
+    of them, the last ones of the n pairs (EAGLE §4.1; facts on the draft cache in docs/glossary.md).
+    """
+
+    length: Tensor  # i64 [B]
+    root: Tensor  # i64 [B]
+    pending_features: Tensor  # [B, P, n*H]
+    pending_tokens: Tensor  # i64 [B, P]
+    pending_count: Tensor  # i64 [B]
+    active: Tensor  # bool [B]; a finished slot computes on but neither grows nor emits
+    settings: SettingsTensors
+
+
+@dataclass
+class Clock:
+    """Seconds spent inside each graph since the last `reset` (host clock: exact for backends that block)."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def timed(self, name: str, run: Run) -> Run:
+        def timed_run() -> None:
+            start = time.perf_counter()
+            run()
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+        return timed_run
+
+    def reset(self) -> None:
+        self.seconds.clear()
+
+
+class Session:
+    """`batch` slots over the graphs of a bundle.
+
+    `graphs` holds "target" and, for speculative decoding, "draft" and (unless the head has none) "fuse".
+    `draft_to_target` i64 [Vd] maps draft vocabulary ids to target ids. Without a draft only plain decoding
+    is possible. Raises EagleError when graphs of different models are put together.
+    """
+
+    def __init__(
+        self,
+        graphs: Mapping[str, Graph],
+        *,
+        batch: int,
+        draft_to_target: Tensor | None = None,
+        device: str = "cpu",
+    ) -> None:
+        self.graphs = dict(graphs)
+        self.batch = batch
+        self.device = torch.device(device)
+        self.clock = Clock()
+        self.target_cache = self._new_cache(graphs["target"].spec)  # [L, 2, B, Hkv, S, Dh]
+        self.draft_to_target: Tensor | None = None
+        self.has_draft = "draft" in graphs
+        if self.has_draft:
+            if draft_to_target is None:
+                raise EagleError("a draft graph needs the map from draft to target vocabulary")
+            self.draft_cache = self._new_cache(graphs["draft"].spec)
+            self.draft_to_target = draft_to_target.to(self.device)
+            _check_pair(graphs, len(draft_to_target))
+        self._buffers: dict[tuple[object, ...], Tensor] = {}
+        self._forwards: dict[tuple[object, ...], Forward] = {}
+        self._tables: dict[TreeShape, TreeTables] = {}
+
+    @property
+    def cache_rows(self) -> int:
+        """Rows that both caches have: no forward may write beyond them."""
+        caches = [self.target_cache] + ([self.draft_cache] if self.has_draft else [])
+        return min(cache.shape[4] for cache in caches)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(_shape(self.graphs["target"].spec, "logits")[-1])
+
+    @property
+    def feature_size(self) -> int:
+        return int(_shape(self.graphs["target"].spec, "features")[-1])
+
+    def target(self, rows: int, logit_rows: int, kv: int) -> Forward:
+        """The target over `rows` tokens a slot, logits of `logit_rows` of them, attending to `kv` rows."""
+        return self._forward("target", self.target_cache, rows, logit_rows, kv)
+
+    def draft(self, rows: int, logit_rows: int, kv: int) -> Forward:
+        """The draft over `rows` (hidden, token) pairs a slot."""
+        return self._forward("draft", self.draft_cache, rows, logit_rows, kv)
+
+    def tables(self, shape: TreeShape) -> TreeTables:
+        """The constants of a tree shape on this device, made the first time it is used."""
+        if shape not in self._tables:
+            self._tables[shape] = TreeTables.build(shape, self.device)
+        return self._tables[shape]
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """features [B, T, n*H] of the target → what the draft takes as hidden [B, T, Hd] (EAGLE-3 §3.1).
+
+        A head without a fuse graph (EAGLE-1) takes the feature itself.
+        """
+        if "fuse" not in self.graphs:
+            return features
+        forward = self._forward("fuse", None, features.shape[1], 0, 0)
+        forward.inputs["features"].copy_(features)
+        forward.run()
+        return forward.outputs["hidden"]
+
+    def new_state(self, path_rows: int, settings: SettingsTensors) -> State:
+        """An empty batch whose rounds emit at most `path_rows` tokens a slot."""
+        batch, device = self.batch, self.device
+        dtype = DTYPES[_dtype(self.graphs["target"].spec, "features")]
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        return State(
+            length=zeros(batch),
+            root=zeros(batch),
+            pending_features=torch.zeros(batch, path_rows, self.feature_size, dtype=dtype, device=device),
+            pending_tokens=zeros(batch, path_rows),
+            pending_count=zeros(batch),
+            active=torch.ones(batch, dtype=torch.bool, device=device),
+            settings=settings,
+        )
+
+    def _forward(self, name: str, cache: Tensor | None, rows: int, logit_rows: int, kv: int) -> Forward:
+        key = (name, rows, logit_rows, kv)
+        if key not in self._forwards:
+            self._forwards[key] = self._bind(name, cache, {"T": rows, "R": logit_rows, "KV": kv})
+        return self._forwards[key]
+
+    def _bind(self, name: str, cache: Tensor | None, sizes: dict[str, int]) -> Forward:
+        graph = self.graphs[name]
+        sizes = {"B": self.batch, **sizes}
+        tensors: dict[str, Tensor] = {}
+        for spec in (*graph.spec.inputs, *graph.spec.outputs):
+            if cache is not None and spec.name.startswith(("past_", "present_")):
+                tensors[spec.name] = _layer(cache, spec.name)
+            else:
+                shape = tuple(sizes[axis] if isinstance(axis, str) else axis for axis in spec.shape)
+                tensors[spec.name] = self._buffer(name, spec.name, shape, DTYPES[spec.dtype])
+        run = self.clock.timed(name, graph.bind(tensors))
+        return Forward(
+            inputs={spec.name: tensors[spec.name] for spec in graph.spec.inputs},
+            outputs={spec.name: tensors[spec.name] for spec in graph.spec.outputs},
+            run=run,
+        )
+
+    def _buffer(self, graph: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Forwards that differ only in other axes share a buffer: only one forward runs at a time."""
+        key = (graph, name, shape)
+        if key not in self._buffers:
+            self._buffers[key] = torch.zeros(shape, dtype=dtype, device=self.device)
+        return self._buffers[key]
+
+    def _new_cache(self, spec: GraphSpec) -> Tensor:
+        layers = sum(value.name.startswith("past_key.") for value in spec.inputs)
+        _, heads, rows, width = _shape(spec, "past_key.0")
+        shape = (layers, 2, self.batch, int(heads), int(rows), int(width))
+        return torch.zeros(shape, dtype=DTYPES[_dtype(spec, "past_key.0")], device=self.device)
+
+
+def _layer(cache: Tensor, name: str) -> Tensor:
+    """past_key.3 / present_value.3 → that layer's [B, Hkv, S, Dh] inside the stacked cache."""
+    kind, layer = name.rsplit(".", 1)
+    return cache[int(layer), int(kind.endswith("value"))]
+
+
+def _shape(spec: GraphSpec, name: str) -> tuple[int | str, ...]:
+    return next(value.shape for value in (*spec.inputs, *spec.outputs) if value.name == name)
+
+
+def _dtype(spec: GraphSpec, name: str) -> str:
+    return next(value.dtype for value in (*spec.inputs, *spec.outputs) if value.name == name)
+
+
+def _check_pair(graphs: Mapping[str, Graph], draft_vocab: int) -> None:
+    """The graphs of one bundle fit by construction; graphs put together by hand may not."""
+    features = _shape(graphs["target"].spec, "features")[-1]
+    wanted_from, wanted = (
+        ("fuse", _shape(graphs["fuse"].spec, "features")[-1])
+        if "fuse" in graphs
+        else ("draft", _shape(graphs["draft"].spec, "hidden")[-1])
+    )
+    if features != wanted:
+        raise EagleError(
+            f"the target gives features of width {features}, but the {wanted_from} graph takes {wanted}",
+            hint="export the target with the feature layers of this head",
+        )
+    logits = _shape(graphs["draft"].spec, "logits")[-1]
+    if logits != draft_vocab:
+        raise EagleError(f"the draft has {logits} logits, but its vocabulary map has {draft_vocab} entries")
