@@ -9,7 +9,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from eagle_run.bundle import cache_dir
 from eagle_run.errors import EagleError
 
 if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
     from rich.console import RenderableType
 
 Status = Literal["ok", "warn", "missing"]
@@ -112,9 +112,7 @@ def find_gpus() -> list[Gpu]:
 
 def _python() -> Check:
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
-    if sys.version_info >= (3, 11):
-        return Check("library", "python", "ok", found)
-    return Check("library", "python", "missing", found, "Python 3.11 or newer is needed")
+    return Check("library", "python", "ok", found)
 
 
 def _library(name: str) -> Check:
@@ -123,8 +121,22 @@ def _library(name: str) -> Check:
     except importlib.metadata.PackageNotFoundError:
         if name == "onnxruntime" and importlib.util.find_spec(name):  # onnxruntime-gpu has the same module
             return Check("library", name, "ok", f"{importlib.import_module(name).__version__} (GPU package)")
-        return Check("library", name, "missing", "not installed", "pip install eagle-export")
-    return Check("library", name, "ok", found)
+        return Check("library", name, "missing", "not installed", f"pip install {name}")
+    wanted = _wanted(name)
+    if wanted.contains(found, prereleases=True):
+        return Check("library", name, "ok", found)
+    return Check("library", name, "warn", f"{found}, but {wanted} is wanted", f"pip install '{name}{wanted}'")
+
+
+def _wanted(name: str) -> SpecifierSet:
+    """The versions of a library that this distribution asks for."""
+    from packaging.requirements import Requirement
+
+    for line in importlib.metadata.requires("eagle-export") or []:
+        requirement = Requirement(line)
+        if requirement.name == name and requirement.marker is None:
+            return requirement.specifier
+    raise AssertionError(f"{name} is not a dependency of eagle-export")
 
 
 def _compiler(name: str, module: str, extra: str) -> Check:

@@ -1,4 +1,4 @@
-"""The source weights of a bundle as torch modules: what the exporter traces, and what everything is compared with."""
+"""The source weights of a bundle as torch modules: what is traced, and what everything is compared with."""
 
 from __future__ import annotations
 

@@ -102,15 +102,6 @@ def check_folder(folder: Path) -> None:
                 raise EagleError(f"{path}: not a whole safetensors file: {error}", hint=_AGAIN) from None
 
 
-def stop_token_ids(folder: Path) -> tuple[int, ...]:
-    """The ids that end an answer: those of generation_config.json, else of config.json; maybe none."""
-    generation = folder / "generation_config.json"
-    eos = _read_json(generation).get("eos_token_id") if generation.is_file() else None
-    if eos is None:
-        eos = read_config(folder).get("eos_token_id")
-    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-
-
 def _weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
 

@@ -62,10 +62,18 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     x [B, h, T, Dh], cos and sin [B, T, R/2] with even R <= Dh -> [B, h, T, Dh]. Channels from R on pass through.
     """
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    if cos.dtype != x.dtype:
+        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     if torch.compiler.is_exporting():
         return torch.ops.eagle_export.rotary(x, cos, sin)
     return _rotary(x, cos, sin)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., K], weight [N, K], bias [N] -> [..., N]. One node in a trace, which torch would take apart."""
+    if torch.compiler.is_exporting():
+        return torch.ops.eagle_export.linear(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def gather_rows(h: Tensor, index: Tensor) -> Tensor:
@@ -134,6 +142,11 @@ _define(
 _define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _rms_norm, _like_first)
 _define("rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor", _rotary, _like_first)
 _define(
+    "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    F.linear,
+    lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]),
+)
+_define(
     "gather_rows(Tensor h, Tensor index) -> Tensor",
     _gather_rows,
     lambda h, index: h.new_empty(index.shape[0], index.shape[1], h.shape[2]),
@@ -166,6 +179,11 @@ def _onnx_rotary(x: Any, cos: Any, sin: Any) -> Any:
     return _op.RotaryEmbedding(x, cos, sin, rotary_embedding_dim=0 if rotated == width else rotated)
 
 
+def _onnx_linear(x: Any, weight: Any, bias: Any) -> Any:
+    product = _op.MatMul(x, _op.Transpose(weight, perm=[1, 0]))
+    return product if bias is None else _op.Add(product, bias)
+
+
 def _onnx_gather_rows(h: Any, index: Any) -> Any:
     return _op.GatherND(h, _op.Unsqueeze(index, [-1]), batch_dims=1)
 
@@ -175,5 +193,6 @@ TRANSLATION: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.eagle_export.cache_update.default: _onnx_cache_update,
     torch.ops.eagle_export.rms_norm.default: _onnx_rms_norm,
     torch.ops.eagle_export.rotary.default: _onnx_rotary,
+    torch.ops.eagle_export.linear.default: _onnx_linear,
     torch.ops.eagle_export.gather_rows.default: _onnx_gather_rows,
 }

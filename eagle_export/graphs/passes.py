@@ -1,10 +1,16 @@
-"""Small rewrites of a traced graph, each of which says what it expects and fails loudly when it is not so."""
+"""Small rewrites of a traced graph. Each does one thing, and says no where the graph is not what it expects.
+
+What is traced is correct but wordy: weights are transposed at run time, every reshape builds its shape anew,
+and projections that read the same rows are separate products. On a CPU each node costs microseconds and each
+product streams its weights through the caches on its own, so a decoding step is a matter of few, large nodes.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
@@ -27,17 +33,18 @@ def clean(
     *,
     name: str,
 ) -> None:
-    """Give the graph its names, drop what nothing reads, and merge what is computed twice. In place."""
+    """Everything that each graph goes through after tracing, in order. In place."""
     name_signature(model, inputs, outputs, dynamic)
+    constant_reshapes(model)
+    transpose_weights(model)
     common.IdentityEliminationPass()(model)
     common.CommonSubexpressionEliminationPass()(model)
+    merge_products(model)
     common.RemoveUnusedNodesPass()(model)
     common.RemoveUnusedOpsetsPass()(model)
     common.ClearMetadataAndDocStringPass()(model)
     model.graph.name = name
-    model.producer_name = "eagle-export"
-    model.producer_version = ""
-    model.doc_string = None
+    model.producer_name, model.producer_version = "eagle-export", None
 
 
 def name_signature(
@@ -46,29 +53,147 @@ def name_signature(
     outputs: Sequence[str],
     dynamic: Mapping[str, Mapping[int, str]],
 ) -> None:
-    """Rename inputs, outputs and dynamic sizes (the tracer calls them s77) and check that none became fixed."""
+    """Rename inputs, outputs and dynamic sizes (the tracer calls them s77). Raises when one became fixed."""
     graph = model.graph
     _rename(graph.inputs, inputs, "input")
     _rename(graph.outputs, outputs, "output")
     sizes: dict[str, str] = {}
     for value in graph.inputs:
         for axis, size in dynamic.get(value.name or "", {}).items():
-            dim = value.shape[axis]  # type: ignore[index]
+            dim = _shape(value)[axis]
             if isinstance(dim, int):
-                raise EagleError(f"axis {axis} of {value.name} was traced as the constant {dim}, expected {size}")
-            sizes[str(dim.value)] = size
+                raise EagleError(f"axis {axis} of {value.name} became {dim} when traced, expected {size} to stay dynamic")
+            sizes[str(dim)] = size
+    everything = [value for node in graph for value in node.outputs if value.shape is not None]
+    for value in (*graph.inputs, *graph.outputs, *everything):
+        value.shape = ir.Shape(
+            [dim if isinstance(dim, int) else sizes.get(str(dim), str(dim)) for dim in _shape(value)]
+        )
     for value in (*graph.inputs, *graph.outputs):
-        assert value.shape is not None
-        for axis, dim in enumerate(value.shape):
-            if isinstance(dim, int):
-                continue
-            if str(dim.value) not in sizes:
-                raise EagleError(f"axis {axis} of {value.name} has the size {dim.value}, expected {sorted(set(sizes.values()))}")
-            value.shape[axis] = sizes[str(dim.value)]
+        odd = [dim for dim in _shape(value) if not isinstance(dim, int) and str(dim) not in sizes.values()]
+        if odd:
+            raise EagleError(f"{value.name} has sizes {odd}, expected constants or {sorted(set(sizes.values()))}")
 
 
-def _rename(values: Sequence[Any], names: Sequence[str], kind: str) -> None:
+def constant_reshapes(model: ir.Model) -> None:
+    """Give each Reshape a constant shape where every output size is fixed or that of the input's same axis.
+
+    Reshape copies the size of an axis for which the shape says 0. The tracer instead gathers sizes from other
+    tensors at run time, which costs nodes and hides the shape from compilers.
+    """
+    shapes: dict[tuple[int, ...], ir.Value] = {}
+    for node in model.graph:
+        if node.op_type != "Reshape" or node.inputs[0] is None:
+            continue
+        source, result = node.inputs[0].shape, node.outputs[0].shape
+        if source is None or result is None:
+            continue
+        wanted = tuple(_copied_size(source, axis, dim) for axis, dim in enumerate(result))
+        if None in wanted:
+            continue
+        shape = wanted  # type: ignore[assignment]
+        if shape not in shapes:
+            shapes[shape] = _initializer(model, "shape_" + "_".join(map(str, shape)), np.array(shape, np.int64))
+        node.replace_input_with(1, shapes[shape])
+        node.attributes["allowzero"] = ir.AttrInt64("allowzero", 0)
+
+
+def transpose_weights(model: ir.Model) -> None:
+    """Store a weight transposed where only one Transpose reads it.
+
+    A weight that something else reads too (an embedding tied to lm_head) keeps its Transpose, so that the file
+    holds it once; runtimes fold that one when they load the graph.
+    """
+    graph = model.graph
+    for node in list(graph):
+        source = node.inputs[0] if node.op_type == "Transpose" else None
+        if source is None or source.const_value is None or len(source.uses()) != 1 or source.is_graph_output():
+            continue
+        tensor, perm = source.const_value, tuple(node.attributes["perm"].as_ints())
+        shape = [int(_shape(source)[axis]) for axis in perm]
+
+        def compute(tensor: ir.TensorProtocol = tensor, perm: tuple[int, ...] = perm) -> ir.TensorProtocol:
+            return ir.tensor(np.ascontiguousarray(tensor.numpy().transpose(perm)), dtype=tensor.dtype)
+
+        weight = _lazy_initializer(model, f"{source.name}.transposed", tensor.dtype, shape, compute)
+        node.outputs[0].replace_all_uses_with(weight)
+        graph.remove(node, safe=True)
+        del graph.initializers[source.name]
+
+
+def merge_products(model: ir.Model) -> None:
+    """Make one MatMul of several that multiply the same rows with different weights (q, k, v; gate, up).
+
+    The weights are joined side by side and the product is split again. Each column is the same sum as before.
+    """
+    groups: dict[ir.Value, list[ir.Node]] = defaultdict(list)
+    for node in model.graph:
+        if node.op_type != "MatMul" or node.inputs[0] is None or node.inputs[1] is None:
+            continue
+        weight = node.inputs[1]
+        if weight.const_value is not None and len(weight.uses()) == 1 and len(_shape(weight)) == 2:
+            groups[node.inputs[0]].append(node)
+    for rows, nodes in groups.items():
+        if len(nodes) > 1:
+            _merge(model, rows, nodes)
+
+
+def _merge(model: ir.Model, rows: ir.Value, nodes: Sequence[ir.Node]) -> None:
+    weights = [node.inputs[1] for node in nodes]
+    tensors = [weight.const_value for weight in weights if weight is not None]
+    widths = [int(tensor.shape[1]) for tensor in tensors if tensor is not None]  # type: ignore[arg-type]
+    first = tensors[0]
+    assert first is not None
+
+    def compute() -> ir.TensorProtocol:
+        joined = np.concatenate([tensor.numpy() for tensor in tensors if tensor is not None], axis=1)
+        return ir.tensor(joined, dtype=first.dtype)
+
+    name = "+".join(str(weight.name) for weight in weights if weight is not None)
+    joined = _lazy_initializer(model, name, first.dtype, [int(first.shape[0]), sum(widths)], compute)  # type: ignore[arg-type]
+    sizes_name = "widths_" + "_".join(map(str, widths))
+    sizes = model.graph.initializers.get(sizes_name) or _initializer(model, sizes_name, np.array(widths, np.int64))
+    product = ir.node("MatMul", [rows, joined])
+    split = ir.node("Split", [product.outputs[0], sizes], {"axis": -1}, num_outputs=len(nodes))
+    model.graph.insert_before(nodes[0], [product, split])
+    for node, part in zip(nodes, split.outputs, strict=True):
+        part.shape, part.dtype = node.outputs[0].shape, first.dtype
+        node.outputs[0].replace_all_uses_with(part, replace_graph_outputs=True)
+        model.graph.remove(node, safe=True)
+    for weight in weights:
+        del model.graph.initializers[weight.name]  # type: ignore[union-attr]
+
+
+def _copied_size(source: ir.Shape, axis: int, dim: int | ir.SymbolicDim) -> int | None:
+    if isinstance(dim, int):
+        return dim
+    return 0 if axis < len(source) and str(source[axis]) == str(dim) else None
+
+
+def _initializer(model: ir.Model, name: str, array: np.ndarray) -> ir.Value:
+    tensor = ir.tensor(array, name=name)
+    value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+    model.graph.register_initializer(value)
+    return value
+
+
+def _lazy_initializer(model: ir.Model, name: str, dtype: ir.DataType, shape: Sequence[int], compute) -> ir.Value:
+    """A weight that is computed when it is written and then forgotten: memory holds one at a time."""
+    sizes = ir.Shape(shape)
+    tensor = ir.LazyTensor(compute, dtype=dtype, shape=sizes, name=name, cache=False)
+    value = ir.Value(name=name, shape=sizes, type=ir.TensorType(dtype), const_value=tensor)
+    model.graph.register_initializer(value)
+    return value
+
+
+def _rename(values: Sequence[ir.Value], names: Sequence[str], kind: str) -> None:
     if len(values) != len(names):
         raise EagleError(f"the traced graph has {len(values)} {kind}s, expected {len(names)}: {list(names)}")
     for value, name in zip(values, names, strict=True):
         value.name = name
+
+
+def _shape(value: ir.Value) -> ir.Shape:
+    if value.shape is None:
+        raise EagleError(f"the tracer gave no shape for {value.name}")
+    return value.shape

@@ -26,7 +26,11 @@ _READ = """
     rope_parameters rope_scaling rope_theta sliding_window target_hidden_size use_sliding_window vocab_size
 """
 HARMLESS, READ = frozenset(_HARMLESS.split()), frozenset(_READ.split())
-ROPE_TYPES = ("linear", "llama3", "yarn")
+ROPE_TYPES = {  # with the numbers that each one needs
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
 
@@ -150,6 +154,9 @@ def rope(config: Config) -> tuple[float, dict[str, Any]]:
             f"{', '.join(ROPE_TYPES)}",
             hint="a RoPE whose frequencies depend on the length or on images does not fit one static graph",
         )
+    for key in ROPE_TYPES[kind]:
+        if isinstance(scaling.get(key), bool) or not isinstance(scaling.get(key), (int, float)):
+            raise EagleError(f"config.json of the head: RoPE type {kind!r} needs a number {key}, found none")
     return theta, {"rope_type": kind, **scaling}
 
 

@@ -154,9 +154,9 @@ class TargetModule(nn.Module):
                 output_hidden_states=True,
                 **{self._cache_argument: cache},
             )
-        features = torch.cat([out.hidden_states[i] for i in self.feature_layers], dim=-1)  # [B, T, n * H]
-        rows = ops.gather_rows(out.last_hidden_state, logits_index)  # [B, R, H]
-        logits = self.model.get_output_embeddings()(rows).float()  # [B, R, V]
+            features = torch.cat([out.hidden_states[i] for i in self.feature_layers], dim=-1)  # [B, T, n * H]
+            rows = ops.gather_rows(out.last_hidden_state, logits_index)  # [B, R, H]
+            logits = self.model.get_output_embeddings()(rows).float()  # [B, R, V]
         return (logits, features, *cache.tensors)
 
 
@@ -186,6 +186,10 @@ def _attention_forward(
 ) -> tuple[Tensor, None]:
     out = ops.attention(query, key, value, attention_mask, scaling)  # [B, Hq, T, Dh]
     return out.transpose(1, 2), None
+
+
+def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
+    return ops.linear(x, self.weight, self.bias)
 
 
 def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
@@ -227,6 +231,7 @@ def native_operators(model: Any) -> Iterator[None]:
         )
     config: Any = model.config
     replaced: list[tuple[Any, str, Any]] = [
+        (nn.Linear, "forward", _linear_forward),
         (norms[0], "forward", _norm_forward),
         (ropes[0], "forward", _rope_forward),
         (module, "apply_rotary_pos_emb", _apply_rotary),

@@ -51,15 +51,13 @@ def walk(plan: TreePlan, logits: Tensor, settings: SettingsTensors, position: Te
     decided by the coin (seed, position + d + 1). Only the rows on the path are turned into probabilities;
     when every slot is greedy there are none, only argmax.
     """
-    slots = torch.arange(logits.shape[0], device=logits.device)
     nodes = torch.arange(plan.tokens.shape[1], device=logits.device)  # [N]
+    greedy = settings.switches.all_greedy
+    coins = None if greedy else uniform(settings.seed[:, None], _positions(plan, position), TOKEN)  # [B, D+1]
 
     def decide(node: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        row = logits[slots, node]  # [B, V]
-        if settings.switches.all_greedy:
-            token = argmax(row)
-        else:
-            token = draw(distribution(row, settings), uniform(settings.seed, position + depth + 1, TOKEN))
+        row = _pick(logits, node)  # [B, V]
+        token = argmax(row) if coins is None else draw(distribution(row, settings), coins[:, depth])
         hit = (plan.parents == node[:, None]) & (plan.tokens == token[:, None]) & plan.alive  # [B, N]
         return torch.where(hit, nodes, -1).amax(1), token
 
@@ -77,14 +75,21 @@ def walk_sampled(plan: TreePlan, logits: Tensor, settings: SettingsTensors, posi
     drafted = plan.sampled
     if drafted is None:
         raise ValueError("the sampled rule needs a plan whose levels were added with q")
-    slots = torch.arange(logits.shape[0], device=logits.device)
-    tries = [*(level.children for level in plan.shape.levels), 0]  # most children at each depth
+    ranks = torch.arange(plan.shape.top_k, device=logits.device)
+    positions = _positions(plan, position)
+    last_coins = uniform(settings.seed[:, None], positions, TOKEN)  # [B, D+1]
+    coins = uniform(settings.seed[:, None, None], positions[..., None], ACCEPT, ranks)  # [B, D+1, K]
+    greedy = (settings.temperature == 0)[:, None]
+    # There p is 0 or 1, so that coin 0 accepts the argmax and nothing else.
+    coins = torch.where(greedy[..., None], 0.0, coins)
 
     def decide(node: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        p = distribution(logits[slots, node], settings)  # [B, V]
-        return _try_children(
-            p, drafted, node, most=tries[depth], settings=settings, position=position + depth + 1
-        )
+        weights = to_weights(distribution(_pick(logits, node), settings))  # [B, V]
+        if depth == plan.shape.depth:
+            return torch.full_like(node, -1), draw_weights(weights, last_coins[:, depth])
+        most = plan.shape.levels[depth].children
+        child, token, weights = _try_children(weights, drafted, node, coins[:, depth, :most], keep=greedy)
+        return child, torch.where(child >= 0, token, draw_weights(weights, last_coins[:, depth]))
 
     return _follow(decide, plan.shape.depth, torch.zeros_like(position))
 
@@ -105,68 +110,67 @@ def _follow(decide: Callable[[Tensor, int], tuple[Tensor, Tensor]], depth: int, 
 
 
 def _try_children(
-    p: Tensor, drafted: SampledRows, node: Tensor, *, most: int, settings: SettingsTensors, position: Tensor
-) -> tuple[Tensor, Tensor]:
-    """One node of `walk_sampled`: (accepted child i64[B] or -1, token i64[B] for `position`).
+    weights: Tensor, drafted: SampledRows, node: Tensor, coins: Tensor, *, keep: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One node of `walk_sampled`: (accepted child i64[B] or -1, its token, what is left of p as weights).
 
-    p f32[B, V], node and position i64[B], most: tries at this depth.
+    weights i64[B, V] of p, node i64[B], coins f64[B, K]. Where `keep` bool[B, 1], a rejection leaves p as
+    it is.
     """
-    weights = to_weights(p)  # [B, V]
-    last_coin = uniform(settings.seed, position, TOKEN)
-    if most == 0:
-        return torch.full_like(node, -1), draw_weights(weights, last_coin)
-    slots = torch.arange(p.shape[0], device=p.device)
+    most = coins.shape[1]
     row = drafted.row_of_node[node]  # [B]
-    q = drafted.q[slots, row].double()  # [B, Vd], on the grid of weights: its sums are exact
-    drawn = drafted.tokens[slots, row, :most]  # [B, most], -1 where missing
-    kids = drafted.children[node, :most]  # [B, most], -1 where there is none
-    greedy = (settings.temperature == 0)[:, None]
-    coins = uniform(settings.seed[:, None], position[:, None], ACCEPT, torch.arange(most, device=p.device))
-    coins = torch.where(greedy, 0.0, coins)  # p is 0 or 1: accepted if and only if it is the argmax
-
+    kids = drafted.children[node][:, :most]  # [B, K], -1 where there is none
+    drawn = _pick(drafted.tokens, row)[:, :most].where(kids >= 0, -1)  # [B, K], -1 where missing too
+    q = _pick(drafted.q, row).double()  # [B, Vd]
     ids = drafted.draft_to_target
-    total = weights.sum(-1, keepdim=True).double()  # [B, 1]
-    inside = weights if ids is None else weights[:, ids]  # [B, Vd]
-    outside = (total - inside.sum(-1, keepdim=True)) / total  # [B, 1]
-    rank, residual, scale = _reject(
-        inside / total, outside, q, drawn.where(kids >= 0, -1), coins, keep=greedy
-    )
+    inside = weights if ids is None else weights.index_select(1, ids)  # [B, Vd]
+    outside = weights.sum(-1, keepdim=True) - inside.sum(-1, keepdim=True)  # [B, 1]
+    rank, left = _reject(inside.double(), outside, q, drawn, coins, keep=keep)
 
-    left = to_weights(residual)  # [B, Vd]
-    if ids is not None:
-        left = to_weights(weights / total * scale).index_copy(1, ids, left)  # /2^52, [B, V]
-    accepted = rank >= 0  # [B, 1]
-    child = torch.where(accepted, kids.gather(1, rank.clamp(min=0)), -1)
-    token = drawn.gather(1, rank.clamp(min=0)).clamp(min=0)
-    if ids is not None:
-        token = ids[token]
-    return child.squeeze(1), torch.where(accepted.squeeze(1), token.squeeze(1), draw_weights(left, last_coin))
+    child = torch.where(rank >= 0, kids.gather(1, rank.clamp(min=0)), -1).squeeze(1)
+    token = drawn.gather(1, rank.clamp(min=0)).clamp(min=0).squeeze(1)
+    if ids is None:
+        return child, token, left.long()
+    return child, ids[token], weights.index_copy(1, ids, left.long())
 
 
 def _reject(
-    residual: Tensor, outside: Tensor, q: Tensor, drawn: Tensor, coins: Tensor, *, keep: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Tries the drawn tokens in turn: (rank i64[B, 1] of the accepted one or -1, residual, scale f64[B, 1]).
+    p: Tensor, outside: Tensor, q: Tensor, drawn: Tensor, coins: Tensor, *, keep: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Tries the drawn tokens in turn: (rank i64[B, 1] of the accepted one or -1, what is left of p).
 
-    residual f64[B, Vd]: p on the draft's vocabulary; p outside of it sums to `outside` f64[B, 1] and is only
-    ever rescaled, by `scale`: residual + scale * outside sums to 1 throughout. q f64[B, Vd], drawn i64[B, K]
-    (-1: no such child), coins f64[B, K]. Where `keep` bool[B, 1], a rejection leaves p as it is.
+    p f64[B, Vd]: weights on the draft's vocabulary. The rest of p, `outside` in sum i64[B, 1], can not be
+    drafted; so nothing is ever taken from it, and leaving p and q unnormalised leaves it as it is. q f64[B,
+    Vd] on the grid of weights, so that its sums are exact. drawn i64[B, K] (-1: no such child), coins
+    f64[B, K].
     """
     rank = torch.full_like(drawn[:, :1], -1)  # [B, 1]
-    scale = torch.ones_like(outside)
+    p_mass = p.sum(-1, keepdim=True) + outside
     for place in range(drawn.shape[1]):
         here = drawn[:, place, None]  # [B, 1]
         x = here.clamp(min=0)
-        untried = q.sum(-1, keepdim=True)  # dividing by it renormalises q without the tried tokens
+        q_mass = q.sum(-1, keepdim=True).clamp(min=2.0**-52)  # of the tokens not yet tried
+        ratio = p_mass / q_mass
         tried = (rank < 0) & (here >= 0)
-        # coin < (p(x) / q(x)), strictly: at p(x) = 0 even coin 0 rejects
-        accepted = tried & (coins[:, place, None] * q.gather(1, x) < residual.gather(1, x) * untried)
+        # coin < p(x) / q(x), strictly: where p(x) = 0 even coin 0 rejects
+        accepted = tried & (coins[:, place, None] * q.gather(1, x) * ratio < p.gather(1, x))
         rank = torch.where(accepted, place, rank)
-        rest = (residual - q / untried.clamp(min=2.0**-52)).clamp(min=0)
-        mass = rest.sum(-1, keepdim=True) + scale * outside
-        # Without mass p equals q, which only rounding rejects: then p stays.
-        rejected = tried & ~accepted & ~keep & (mass > 0)
-        residual = torch.where(rejected, rest / mass, residual)
-        scale = torch.where(rejected, scale / mass, scale)
+        rest = (p - q * ratio).clamp(min=0)
+        rest_mass = rest.sum(-1, keepdim=True) + outside
+        # A mass below 2^-40 is rounding: p equals q, and rejects with no more than that probability.
+        rejected = tried & ~accepted & ~keep & (rest_mass > 2.0**12)
+        p = torch.where(rejected, rest, p)
+        p_mass = torch.where(rejected, rest_mass, p_mass)
         q = q.scatter(1, x, 0.0)
-    return rank, residual, scale
+    return rank, p
+
+
+def _positions(plan: TreePlan, root: Tensor) -> Tensor:
+    """Absolute positions of the tokens that a round may emit: i64[B] -> i64[B, D+1]."""
+    return root[:, None] + torch.arange(1, plan.shape.depth + 2, device=root.device)
+
+
+def _pick(x: Tensor, index: Tensor) -> Tensor:
+    """x[b, index[b]] for every slot: [B, N, ...], i64[B] -> [B, ...]."""
+    first = torch.arange(x.shape[0], device=x.device) * x.shape[1]
+    return x.flatten(0, 1).index_select(0, first + index)

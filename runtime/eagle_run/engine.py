@@ -52,6 +52,11 @@ class Decoded:
     stats: Stats
     rounds: list[RoundTime]
 
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The tokens of each answer."""
+        return [answer.tokens for answer in self.answers]
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -91,8 +96,11 @@ class Engine:
         """
         if isinstance(prompt, str):
             ids = self.text.encode_prompt(prompt, system=system, raw=raw)
+        elif raw:
+            raise UsageError("chat messages need the chat template", hint="leave out --raw")
         else:
-            ids = self.text.encode_chat(prompt)
+            head = [] if system is None else [{"role": "system", "content": system}]
+            ids = self.text.encode_chat([*head, *prompt])
         return Request(
             prompt=tuple(ids),
             sampling=sampling or SamplingSettings(),
@@ -202,7 +210,9 @@ def _graphs(bundle: Bundle, has_head: bool, *, device: str, threads: int) -> dic
 
     names: list[GraphName] = ["target"]
     if has_head:
-        names += ["draft"] + (["fuse"] if bundle.artifacts("fuse") else [])  # type: ignore[list-item]
+        names.append("draft")
+        if bundle.artifacts("fuse"):
+            names.append("fuse")
     graphs: dict[str, Graph] = {}
     for name in names:
         artifact = bundle.artifact(name, "onnx")

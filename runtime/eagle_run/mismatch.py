@@ -1,7 +1,7 @@
 """Why two answers that should be equal are not: a tie that rounding decided, or a fault.
 
-A forward over N rows sums in another order than a forward over one, so float32 logits move by about 1e-5 of
-their size. Where two tokens are that close the choice between them is open; such ties are reported, never hidden.
+A forward over N rows sums in another order than a forward over one, so float32 logits move by about 1e-5
+of their size. Where two tokens are that close the choice is open; such ties are reported, never hidden.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ TIE = 1e-4
 class Mismatch:
     """The first place where an answer differs from plain decoding.
 
-    `position` counts the answer's tokens from 0; a token is None where that answer had ended. `gap` is how far
-    the plain logits of this position are from giving both tokens: at temperature 0 the logit that the lower one
-    lacks to the top, at T > 0 the probability by which the coin misses its interval; None where an answer ended.
-    `tie`: the gap is at most 1e-4.
+    `position` counts the answer's tokens from 0; a token is None where that answer had ended. `gap` is how
+    far the plain logits of this position are from giving both tokens: at temperature 0 the logit that the
+    lower one lacks to the top, at T > 0 the probability by which the coin misses its interval; None where an
+    answer ended. `tie`: the gap is at most 1e-4.
     """
 
     position: int

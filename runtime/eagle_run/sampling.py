@@ -165,56 +165,61 @@ def _filter(p: Tensor, settings: SettingsTensors) -> Tensor:
     """Zeroes what top-k, top-p and min-p cut off and normalises the slots that cut. p f32[B, ..., V].
 
     One threshold on the probability does all three: what top-p keeps of top-k's renormalised set is the
-    smallest head of the sorted vocabulary that holds top_p times the set's mass, so it lies inside that
-    set.
+    smallest head of the sorted vocabulary that holds top_p times the set's mass, so it lies inside that set.
     """
     switch = settings.switches
     bits = p.view(torch.int32)  # in the order of the non-negative floats that they encode
     weights = to_weights(p)
     keep_from = torch.zeros_like(bits[..., :1])  # bits of the least probability kept; 0 keeps all
-    mass = weights.sum(-1, keepdim=True)
     if switch.top_k:
-        top_k = _per_slot(settings.top_k, p)
-        count = top_k.clamp(1, p.shape[-1]).expand_as(mass)
-        kth = _threshold(bits, torch.ones_like(weights), count)
+        top_k = _per_slot(settings.top_k, p).expand_as(keep_from)
+        ones = torch.ones_like(weights[..., :1]).expand_as(weights)
+        kth = _threshold(bits, ones, top_k.clamp(1, p.shape[-1]))
         keep_from = torch.where(top_k > 0, kth, keep_from)
-        mass = torch.where(bits >= keep_from, weights, 0).sum(-1, keepdim=True)
     if switch.top_p:
         top_p = _per_slot(settings.top_p, p)
+        mass = _mass(weights, bits >= keep_from)
         nucleus = _threshold(bits, weights, (mass * top_p).ceil().long().clamp(min=1).minimum(mass))
         keep_from = torch.where(top_p < 1, nucleus.maximum(keep_from), keep_from)
     if switch.min_p:
         least = _per_slot(settings.min_p, p) * p.amax(-1, keepdim=True)
         keep_from = keep_from.maximum(least.view(torch.int32))
     keep = bits >= keep_from
-    kept_mass = torch.where(keep, weights, 0).sum(-1, keepdim=True).double() / _GRID
-    scale = torch.where(keep_from > 0, kept_mass, 1.0).float()  # a slot without filters keeps its very bits
+    # a slot that cuts nothing keeps its very bits, whatever the other slots do
+    scale = torch.where(keep_from > 0, _mass(weights, keep).double() / _GRID, 1.0).float()
     return torch.where(keep, p / scale, 0.0)
+
+
+def _mass(weights: Tensor, keep: Tensor) -> Tensor:
+    return torch.where(keep, weights, 0).sum(-1, keepdim=True)
 
 
 def _threshold(bits: Tensor, weights: Tensor, target: Tensor) -> Tensor:
     """The largest t with sum(weights where bits >= t) >= target.
 
-    bits i32 and weights i64 [..., V], target i64 [..., 1], 1 <= target <= sum(weights) -> i32 [..., 1].
-    Radix selection, ten bits at a time (float32 up to 1.0 has 30): histogram, suffix sums, descend into the
-    bin that holds the target. Several times faster on a CPU than 31 bisections or a sort, and few kernels
-    on a GPU.
+    bits i32 and weights i64 [..., V], target i64 [..., 1], 1 <= target <= sum(weights) -> i32 [..., 1]. Radix
+    selection in two histograms (float32 up to 1.0 has 30 bits): find the bin that holds the target, then look
+    inside it. On a CPU several times faster than a sort or 31 bisections, on a GPU a handful of kernels.
     """
-    prefix = torch.zeros_like(bits[..., :1])
-    for shift in (20, 10, 0):
-        # bin 0 gathers what lies below the prefix, bin 1025 what lies above it
-        place = ((bits >> shift) - (prefix << 10)).clamp(-1, 1024) + 1
-        bins = torch.zeros(*bits.shape[:-1], 1026, dtype=torch.int64, device=bits.device)
-        bins = bins.scatter_add(-1, place.long(), weights)
-        at_least = bins.flip(-1).cumsum(-1).flip(-1)  # [..., 1026]: weight from this bin upwards
-        found = (at_least >= target).sum(-1, keepdim=True) - 1  # the last bin that still reaches the target
-        prefix = (prefix << 10) + (found - 1).int()
-    return prefix
+    allowed = weights.sum(-1, keepdim=True) - target  # most weight that may lie below t
+    high = _bin_of((bits >> 15).long(), weights, allowed, bins=1 << 15)
+    base = (high << 15).int()
+    # 4096 bins take what lies below `base` (any of them: one would be a bottleneck), the last what lies above
+    place = (bits - (base - 4096)).maximum(bits & 4095).clamp(max=4096 + (1 << 15))
+    low = _bin_of(place.long(), weights, allowed, bins=4096 + (1 << 15) + 1)
+    return base - 4096 + low.int()
+
+
+def _bin_of(place: Tensor, weights: Tensor, allowed: Tensor, *, bins: int) -> Tensor:
+    """The last bin whose lower neighbours together weigh at most `allowed`: i64 [..., 1]."""
+    histogram = torch.zeros(*place.shape[:-1], bins, dtype=torch.int64, device=place.device)
+    below = histogram.scatter_add(-1, place, weights).cumsum(-1)
+    return torch.searchsorted(below, allowed, right=True)
 
 
 def to_weights(p: Tensor) -> Tensor:
     """Probabilities as whole multiples of 2^-52, rounded down: f32 or f64 [..., V] -> i64 [..., V]."""
-    return (p.double() * _GRID).long()
+    return (p * _GRID).long()  # a power of two: the product is exact
 
 
 def draw_weights(weights: Tensor, u: Tensor) -> Tensor:
@@ -246,7 +251,7 @@ def draft_distribution(logits: Tensor, settings: SettingsTensors) -> Tensor:
     logits = logits.float()
     shifted = logits - logits.amax(-1, keepdim=True)
     q = torch.softmax(shifted / torch.where(temperature > 0, temperature, 1.0), -1)
-    return (to_weights(q).double() / _GRID).float()
+    return (q * _GRID).floor() / _GRID
 
 
 def sample_without_replacement(q: Tensor, u: Tensor, greedy: Tensor | None = None) -> Tensor:

@@ -169,13 +169,15 @@ class Detokenizer:
     def _push(self, token: int) -> str:
         self._pending.append(token)
         text = self._decode(self._context + self._pending)
-        # An unfinished character decodes to 1 U+FFFD (byte-level) or up to 3 (byte fallback), always last.
-        held = min(len(text) - len(text.rstrip(_REPLACEMENT)), 3)
+        held = len(text) - len(text.rstrip(_REPLACEMENT))  # maybe an unfinished character
+        overdue = len(self._pending) > self._LONGEST
+        if overdue:
+            held = min(held, 3)  # one takes up 1 (byte-level) to 3 (byte fallback) of them, always the last
         piece = text[self._emitted : len(text) - held]
         self._emitted = max(self._emitted, len(text) - held)
         if held == 0 and piece:  # a token without text is no context
             self._restart(self._pending, held=0)
-        elif len(self._pending) > self._LONGEST:
+        elif overdue:
             self._restart(self._pending[-self._KEPT :], held=held)
         return piece
 
@@ -189,7 +191,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Lets text through up to the first stop string, even one that arrives in pieces.
+    """Lets text through up to the first complete stop string, even one that arrives in pieces.
 
     Text that may be the beginning of a stop string is held back until the next push decides.
     """
@@ -206,10 +208,11 @@ class StopStrings:
         if self.stopped:
             return "", True
         text = self._held + text
-        found = [at for at in (text.find(stop) for stop in self.stops) if at >= 0]
+        # The stop string that is complete first wins, so that the cut does not depend on how text arrives.
+        found = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
         if found:
             self.stopped, self._held = True, ""
-            return text[: min(found)], True
+            return text[: min(found)[1]], True
         size = max((_overlap(text, stop) for stop in self.stops), default=0)
         self._held = text[len(text) - size :]
         return text[: len(text) - size], False

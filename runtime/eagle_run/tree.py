@@ -88,7 +88,7 @@ class TreeShape:
         parents = tuple(parents)
         if len(parents) < 2 or parents[0] != -1:
             raise UsageError(
-                f"a static tree's parents should be -1 (the root) and at least one more entry, found {parents}",
+                f"a static tree's parents should be -1 (the root) and at least one more, found {parents}",
                 hint="for a tree without drafts ask for the kind plain",
             )
         depths = [0]

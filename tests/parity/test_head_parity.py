@@ -1,12 +1,13 @@
 """The torch head against a slow, plain restatement of the papers' heads.
 
-The restatement works on one sequence at a time, in float64, without a cache: attention of each row is a Python
+The restatement works on one sequence at a time, in float64, without a cache: attention of a row is a Python
 loop over what it may see. It reads config.json and the checkpoint's tensors itself.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from headmaker import RECIPES, Head, make_head
 from torch import Tensor
 
 from eagle_export.heads import load_head
-from eagle_export.models.head import Draft, Fuse, build_head
+from eagle_export.models.head import Draft, Fuse, Rope, build_head
 
 torch.set_num_threads(1)
 ROWS = 24  # S
@@ -251,3 +252,11 @@ def test_half_precision_keeps_exact_positions(built: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(half.rope(torch.tensor([[101]])), before, strict=True))
     assert half.norm.weight.dtype == torch.float16
     assert head.tensors["norm.weight"].dtype == torch.float32
+
+
+def test_yarn_scales_the_rotation(built: Any) -> None:
+    _, _, draft = built("eagle3-safeai")
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    cos, sin = Rope(replace(draft.spec, rope_scaling=scaling))(torch.tensor([[3, 99]]))
+    length = (0.1 * math.log(4) + 1) ** 2  # YaRN, arXiv 2309.00071, section 3.4
+    torch.testing.assert_close(cos.square() + sin.square(), torch.full_like(cos, length))

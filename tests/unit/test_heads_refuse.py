@@ -69,6 +69,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "layer types": (lambda: made(layer_types=["sliding_attention"]), "'sliding_attention' not supported"),
     "mlp bias": (lambda: made(mlp_bias=True), "mlp_bias"),
     "rope type": (lambda: made(rope_scaling={"type": "dynamic", "factor": 2.0}), "RoPE type 'dynamic'"),
+    "rope without its numbers": (
+        lambda: made(rope_scaling={"type": "llama3", "factor": 8.0}),
+        "RoPE type 'llama3' needs a number low_freq_factor",
+    ),
     "partial rotary": (lambda: made(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
     "rope scaling is a list": (lambda: made(rope_scaling=[1]), "must be objects"),
     "activation": (lambda: made(hidden_act="xielu"), "hidden_act 'xielu'"),

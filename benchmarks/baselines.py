@@ -1,0 +1,93 @@
+"""Plain greedy decoding of the same model by others, for a comparison in one process on the same prompts.
+
+Each decoder is a function (prompt ids, new tokens) -> (tokens, seconds of decoding); prefill is not timed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+Decode = Callable[[Sequence[int], int], tuple[list[int], float]]
+
+
+def ours(engine: Any) -> Decode:
+    """Plain decoding of eagle-run: the tree that is only a root."""
+    from eagle_run.loop import Request
+    from eagle_run.tree import TreeShape
+
+    def decode(prompt: Sequence[int], new_tokens: int) -> tuple[list[int], float]:
+        request = Request(prompt=tuple(prompt), max_new_tokens=new_tokens)
+        decoded = engine.decode([request], TreeShape.plain())
+        return decoded.tokens[0], decoded.stats.decode_seconds
+
+    return decode
+
+
+def transformers(folder: Path, threads: int) -> Decode:
+    """`model.generate` in float32. Its prefill (timed as a run of one new token) is taken off."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(threads)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def run(prompt: Sequence[int], new_tokens: int) -> tuple[list[int], float]:
+        ids = torch.tensor([list(prompt)])
+        start = time.perf_counter()
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        return out[0, ids.shape[1] :].tolist(), time.perf_counter() - start
+
+    def decode(prompt: Sequence[int], new_tokens: int) -> tuple[list[int], float]:
+        _, prefill = run(prompt, 1)
+        tokens, seconds = run(prompt, new_tokens + 1)
+        return tokens[:new_tokens], seconds - prefill
+
+    return decode
+
+
+def onnxruntime_genai(folder: Path, work: Path, threads: int) -> Decode:
+    """onnxruntime-genai with the model of its own builder (`-p fp32 -e cpu`), kept in `work`."""
+    import onnxruntime_genai as genai
+
+    model_folder = work / "genai"
+    if not (model_folder / "genai_config.json").is_file():
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "onnxruntime_genai.models.builder"),
+                *("-i", folder, "-o", model_folder, "-p", "fp32", "-e", "cpu", "-c", work / "cache"),
+            ],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+    config = genai.Config(str(model_folder))
+    config.overlay(
+        '{"model": {"decoder": {"session_options": {"intra_op_num_threads": %d}}}}' % threads  # noqa: UP031
+    )
+    model = genai.Model(config)
+
+    def decode(prompt: Sequence[int], new_tokens: int) -> tuple[list[int], float]:
+        params = genai.GeneratorParams(model)
+        length = len(prompt) + new_tokens + 1
+        params.set_search_options(max_length=length, min_length=length, do_sample=False)
+        generator = genai.Generator(model, params)
+        generator.append_tokens(list(prompt))
+        generator.generate_next_token()  # the token that prefill gives
+        start = time.perf_counter()
+        for _ in range(new_tokens):
+            generator.generate_next_token()
+        seconds = time.perf_counter() - start
+        return list(generator.get_sequence(0))[len(prompt) :][:new_tokens], seconds
+
+    return decode

@@ -1,0 +1,119 @@
+"""Writes the tables of README.md from benchmarks/results: no figure there is typed by hand.
+
+python -m benchmarks.readme_tables          # rewrites what stands between the markers
+python -m benchmarks.readme_tables --check  # exits 1 if README.md is not what the results say
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+ROOT = Path(__file__).parent.parent
+SETS = {"mt_bench": "MT-bench", "humaneval": "HumanEval", "gsm8k": "GSM8K", "alpaca": "Alpaca"}
+
+
+@click.command(help=__doc__)
+@click.option("--check", is_flag=True)
+def main(check: bool) -> None:
+    readme = ROOT / "README.md"
+    results = json.loads((ROOT / "benchmarks/results/cpu_smollm2.json").read_text())
+    before = readme.read_text()
+    after = before
+    for name, table in {"sets": sets, "baselines": baselines, "trees": trees, "export": export}.items():
+        after = replace(after, name, table(results))
+    if check and after != before:
+        raise click.ClickException("README.md is not what benchmarks/results says: run this without --check")
+    readme.write_text(after)
+
+
+def replace(text: str, name: str, table: str) -> str:
+    """Puts `table` between `<!-- name -->` and `<!-- /name -->`."""
+    pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+    if not pattern.search(text):
+        raise click.ClickException(f"README.md has no place marked {name}")
+    return pattern.sub(lambda found: found[1] + table + found[2], text)
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def sets(results: dict[str, Any]) -> str:
+    rows = []
+    for key, label in SETS.items():
+        for temperature in ("0", "1"):
+            report = results["sets"][f"{key}_T{temperature}"]
+            figures = report["speculative"]
+            rows.append(
+                [
+                    f"{label}, T={temperature}",
+                    f"{figures['tokens_per_round']:.2f}",
+                    " ".join(f"{share:.2f}" for share in figures["acceptance_by_depth"]),
+                    f"{report['plain']['tokens_per_second']:.1f}",
+                    f"{figures['tokens_per_second']:.1f}",
+                    f"{report['speedup_median']:.2f}×",
+                    f"{figures['draft_ms']:.1f} / {figures['verify_ms']:.1f} / {figures['glue_ms']:.1f}",
+                    f"{100 * report['identical_outputs']:.0f}%",
+                ]
+            )
+    head = [
+        *("questions", "tokens per round", "acceptance by depth", "plain tok/s", "speculative tok/s"),
+        *("speed-up (median)", "draft / verify / glue ms", "identical outputs"),
+    ]
+    return markdown(head, rows) + f"\nTree: `{results['sets']['tree']}`. {_machine(results)}\n"
+
+
+def baselines(results: dict[str, Any]) -> str:
+    measured = results["baselines"]
+    labels = {
+        "eagle_run": "eagle-run, `--tree plain`",
+        "transformers": "Transformers, `model.generate`",
+        "onnxruntime_genai": "onnxruntime-genai (its own builder)",
+    }
+    rows = [
+        [label, f"{measured['tokens_per_second'][key]:.1f}", ratio(measured, key)]
+        for key, label in labels.items()
+    ]
+    return markdown(["plain decoding, float32", "tokens/s (median)", "ours against it"], rows)
+
+
+def ratio(measured: dict[str, Any], key: str) -> str:
+    return f"{measured['ratio'][key]:.2f}×" if key in measured["ratio"] else "–"
+
+
+def trees(results: dict[str, Any]) -> str:
+    rows = [
+        [
+            f"`{row['tree']}`",
+            f"{row['tokens_per_round']:.2f}",
+            f"{row['draft_ms']:.1f} / {row['verify_ms']:.1f} / {row['glue_ms']:.1f}",
+            f"{row['speedup_median']:.2f}×",
+        ]
+        for row in results["trees"]
+    ]
+    return markdown(["tree", "tokens per round", "draft / verify / glue ms", "speed-up (median)"], rows)
+
+
+def export(results: dict[str, Any]) -> str:
+    measured = results["export"]
+    return (
+        f"Building the bundle from cached weights takes {measured['seconds']:.0f} s (median of "
+        f"{len(measured['runs'])}; {measured['process_seconds']:.0f} s as a whole process) and "
+        f"{measured['peak_memory_bytes'] / 1e9:.1f} GB of memory at its peak.\n"
+    )
+
+
+def _machine(results: dict[str, Any]) -> str:
+    env = results["environment"]
+    return f"{env['cores']} cores of {env['cpu']}, float32, ONNX Runtime {env['onnxruntime']}."
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""eagle-export: each command parses its options and makes one call. Heavy libraries load inside commands."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from eagle_export.cli_options import common, json_option, source_options, threads_option
+from eagle_export.options import BACKENDS
+from eagle_run.errors import EagleError, UsageError
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog="Run `eagle-export COMMAND --help` for the options and examples of a command.",
+)
+@click.version_option(package_name="eagle-export", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Turns a language model (the target) and its EAGLE head (the draft) into plain ONNX graphs.
+
+    The result is a bundle: one folder with the graphs, the tokenizer and a manifest. `eagle-run` decodes with
+    it several tokens at a time, and gives exactly the text that the target alone would give.
+
+    \b
+    A first try, on any machine:
+      eagle-export build --target smollm2-135m
+      eagle-run generate bundles/smollm2-135m-eagle3 --prompt "Why is the sky blue?"
+    """
+
+
+@cli.command()
+@source_options
+@click.option(
+    "--backend",
+    type=click.Choice(BACKENDS),
+    default="onnxruntime",
+    show_default=True,
+    help="What will run the graphs.",
+)
+@click.option("--force", is_flag=True, help="Replace a bundle that is already there.")
+def build(threads: int, as_json: bool, **options: Any) -> None:
+    """Build a bundle that eagle-run can decode with.
+
+    Without --out it goes to bundles/TARGET-HEAD. Sizes and tree that are not given come from the recipe.
+
+    \b
+    Examples:
+      eagle-export build --target smollm2-135m
+      eagle-export build --target llama3.1-8b --head eagle3 --precision fp16
+      eagle-export build --target ./my-model --head ./my-head --max-seq-len 4096 --out bundles/mine
+    """
+    from eagle_export.build import build as run_build
+    from eagle_export.describe import describe, size
+    from eagle_export.progress import Report
+
+    _use_threads(threads)
+    built = run_build(_options(options), Report())
+    total = describe(built.bundle)["total_bytes"]
+    if as_json:
+        _print_json(
+            {
+                "bundle": str(built.bundle.path),
+                "bytes": total,
+                "seconds": round(built.total_seconds, 2),
+                "peak_memory_bytes": built.peak_memory_bytes,
+                "steps": {name: round(value, 2) for name, value in built.seconds.items()},
+            }
+        )
+        return
+    peak = size(built.peak_memory_bytes)
+    click.echo(
+        f"{built.bundle.path}: {size(total)}, built in {built.total_seconds:.0f} s, peak memory {peak}"
+    )
+
+
+@cli.command()
+@source_options
+def export(threads: int, as_json: bool, **options: Any) -> None:
+    """Write the ONNX graphs alone into a new folder, for use outside of eagle-run.
+
+    \b
+    Example:
+      eagle-export export --target smollm2-135m --out graphs/
+    """
+    from eagle_export.build import export_only
+    from eagle_export.progress import Report
+
+    if options["out"] is None:
+        raise UsageError("no place to write the graphs to", hint="name a new folder with --out")
+    _use_threads(threads)
+    folder = export_only(_options(options), Report())
+    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    if as_json:
+        _print_json({"folder": str(folder), "files": files})
+        return
+    for name in files:
+        click.echo(folder / name)
+
+
+@cli.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@json_option
+@common
+def inspect(bundle: Path, as_json: bool) -> None:
+    """Show what is in a BUNDLE: target, head, tree, graphs with their tensors, and how it was built."""
+    from eagle_export.describe import describe, render
+    from eagle_run.bundle import load_bundle
+
+    data = describe(load_bundle(bundle))
+    _print_json(data) if as_json else _print_rich(render(data))
+
+
+@cli.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path),
+    help='Prompts to decode: one JSON object a line, {"turns": ["..."]}. Default: a few of our own.',
+)
+@click.option("--limit", type=click.IntRange(min=1), help="Use only the first prompts.")
+@click.option(
+    "--max-new-tokens", type=click.IntRange(min=1), default=48, show_default=True, help="Answer length."
+)
+@click.option("--target", help="Where the target's weights are, if not where the manifest says.")
+@click.option("--head", help="Where the head's weights are, if not where the manifest says.")
+@threads_option
+@json_option
+@common
+def verify(bundle: Path, threads: int, as_json: bool, **options: Any) -> None:
+    """Prove a BUNDLE: graphs against the source weights, tokens against plain decoding, and acceptance.
+
+    Exits with 1 when something is off. Needs the weights that the bundle was built from.
+
+    \b
+    Examples:
+      eagle-export verify bundles/smollm2-135m-eagle3
+      eagle-export verify bundles/smollm2-135m-eagle3 --prompts my.jsonl --limit 8 --json
+    """
+    from eagle_export.progress import Report
+    from eagle_export.verify import render, verify_bundle
+
+    _use_threads(threads)
+    result = verify_bundle(bundle, Report(), threads=threads, **options)
+    _print_json(result.as_dict()) if as_json else _print_rich(render(result))
+    if not result.passed:
+        raise EagleError(
+            f"{bundle}: {result.failures} of {len(result.checks)} checks failed",
+            hint="do not use this bundle; build it again, and report it if that does not help",
+        )
+
+
+@cli.command()
+@json_option
+@common
+def recipes(as_json: bool) -> None:
+    """List the targets that need no more than a name."""
+    from rich.table import Table
+
+    from eagle_export.recipe import list_recipes
+
+    found = list_recipes()
+    if as_json:
+        _print_json([recipe.model_dump(mode="json") for recipe in found])
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("target", "heads", "context", "weights", "description"):
+        table.add_column(column, overflow="fold", no_wrap=column == "target")
+    for recipe in found:
+        heads = ", ".join(recipe.heads) or "none"
+        context = str(recipe.limits.max_seq_len)
+        table.add_row(recipe.name, heads, context, str(recipe.target), recipe.description)
+    _print_rich(table)
+
+
+@cli.command()
+@json_option
+@common
+def doctor(as_json: bool) -> None:
+    """Say what this machine can do, and how to get what is missing."""
+    from eagle_export.doctor import diagnose, render, to_json
+
+    checks = diagnose()
+    _print_json(to_json(checks)) if as_json else _print_rich(render(checks))
+
+
+def _options(values: dict[str, Any]) -> Any:
+    from eagle_export.options import BuildOptions
+
+    ids = values.pop("head_layer_ids")
+    if ids is not None:
+        try:
+            ids = tuple(int(part) for part in ids.split(","))
+        except ValueError:
+            raise UsageError(
+                f"--head-layer-ids should be numbers with commas between them, found {ids!r}",
+                hint="for example --head-layer-ids 2,16,29",
+            ) from None
+    return BuildOptions(head_layer_ids=ids, **values)
+
+
+def _use_threads(threads: int) -> None:
+    if threads:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def _print_json(data: Any) -> None:
+    click.echo(json.dumps(data, indent=2))
+
+
+def _print_rich(renderable: Any) -> None:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # a file or a pipe has no width to fit into
+    console.print(renderable)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs a command line and returns its exit code: 2 for a wrong command line, 1 for any other error."""
+    state: dict[str, bool] = {}
+    try:
+        cli.main(args=list(arguments), prog_name="eagle-export", obj=state, standalone_mode=False)
+    except click.exceptions.Exit as leave:
+        return leave.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted; nothing was kept", err=True)
+        return 130
+    except Exception as error:
+        if state.get("debug"):
+            traceback.print_exc()
+        return _show(error)
+    return 0
+
+
+def _show(error: Exception) -> int:
+    """Prints an error the way every error looks: what it is, then what to do."""
+    if not isinstance(error, EagleError):
+        message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        hint = "this is not an expected error; run again with --debug and report what it prints"
+        error = EagleError(message, hint=hint)
+    click.echo(f"error: {error.message}", err=True)
+    if error.hint:
+        click.echo(f"hint: {error.hint}", err=True)
+    return error.exit_code
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,222 @@
+"""`eagle-run generate`: prompts in, text on stdout as it comes, one line of statistics on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from eagle_run.bench_result import merge
+from eagle_run.cli_options import note
+from eagle_run.dataset import decode_utf8, read_prompts, read_text
+from eagle_run.engine import Decoded, Engine
+from eagle_run.errors import EagleError, UsageError
+from eagle_run.loop import Piece, Request, Stats
+from eagle_run.mismatch import Mismatch, find_mismatch
+from eagle_run.tree import TreeShape
+from eagle_run.tree_spec import describe, spec_of
+
+Prompt = str | list[dict[str, Any]]
+
+
+def gather_prompts(texts: Sequence[str], text_file: str | None, prompts_file: str | None) -> Sequence[Prompt]:
+    """The prompts of a command line: --prompt (repeatable), --prompt-file or --prompts, else all of stdin.
+
+    "-" as text or file stands for stdin. Raises UsageError when two ways are mixed or nothing is given, and
+    EagleError for an empty prompt or for bytes that are not UTF-8.
+    """
+    if sum(map(bool, (texts, text_file, prompts_file))) > 1:
+        raise UsageError("--prompt, --prompt-file and --prompts exclude each other", hint="give one of them")
+    if prompts_file:
+        return read_prompts(prompts_file)
+    if texts:
+        prompts = [_read_stdin() if text == "-" else text for text in texts]
+    else:
+        prompts = [_read_stdin() if text_file in (None, "-") else read_text(str(text_file))]
+    for text in prompts:
+        if not text.strip():
+            raise EagleError("the prompt is empty", hint="give some text with --prompt, or on standard input")
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # bytes of the command line that are not UTF-8 arrive as surrogates
+            raise EagleError("the prompt is not valid UTF-8", hint="put it into a UTF-8 file") from None
+    return prompts
+
+
+def _read_stdin() -> str:
+    if sys.stdin is None or sys.stdin.isatty():
+        raise UsageError("no prompt", hint="give one with --prompt, or on standard input")
+    return decode_utf8(sys.stdin.buffer.read(), "standard input")
+
+
+@dataclass
+class Printer:
+    """Text to stdout: of a single answer as it comes, of several each when it is over, in order.
+
+    `first` is the index of the group's first answer, `count` their number.
+    """
+
+    first: int
+    count: int
+    several: bool
+    texts: list[str] = field(default_factory=list)
+    done: set[int] = field(default_factory=set)
+    shown: int = 0
+
+    def __post_init__(self) -> None:
+        self.texts = [""] * self.count
+
+    def __call__(self, piece: Piece) -> None:
+        self.texts[piece.index] += piece.text
+        if not self.several:
+            _write(piece.text)
+            return
+        if piece.finish_reason is not None:
+            self.done.add(piece.index)
+        while self.shown in self.done:
+            self._show()
+
+    def close(self) -> None:
+        """Ends the line of a single answer; shows what an interrupt left of several."""
+        while self.several and self.shown < self.count:
+            self._show()
+        if not self.several and not self.texts[0].endswith("\n"):
+            _write("\n")
+
+    def _show(self) -> None:
+        _write(f"[{self.first + self.shown}] {self.texts[self.shown].rstrip()}\n")
+        self.shown += 1
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+@dataclass
+class Generation:
+    """A run over prompts, one group of `engine.batch` after the other.
+
+    With `compare` each group is decoded a second time without a tree; which goes first alternates.
+    """
+
+    engine: Engine
+    shape: TreeShape
+    rule: str
+    compare: bool
+    as_json: bool
+    speculative: list[Stats] = field(default_factory=list)
+    plain: list[Stats] = field(default_factory=list)
+    mismatches: int = 0
+
+    def run(self, requests: Sequence[Request]) -> None:
+        """Decodes and prints everything; what is out already stays when it is interrupted."""
+        if self.compare:
+            short = replace(requests[0], max_new_tokens=min(8, requests[0].max_new_tokens))
+            for shape in (TreeShape.plain(), self.shape):  # a warm-up, for a fair comparison
+                self.engine.decode([short] * self.engine.batch, shape, rule=self.rule)
+        for number, first in enumerate(range(0, len(requests), self.engine.batch)):
+            group = requests[first : first + self.engine.batch]
+            plain = self._plain(group) if self.compare and number % 2 else None
+            decoded = self._speculative(group, first, several=len(requests) > 1)
+            if self.compare and plain is None:
+                plain = self._plain(group)
+            self._finish(first, group, decoded, plain)
+
+    def _speculative(self, group: Sequence[Request], first: int, *, several: bool) -> Decoded:
+        decoded = Decoded([], Stats(), [])
+        self.speculative.append(decoded.stats)  # at once: an interrupt still shows its statistics
+        if self.as_json:
+            return self.engine.decode(group, self.shape, rule=self.rule, decoded=decoded)
+        printer = Printer(first, len(group), several)
+        try:
+            self.engine.decode(group, self.shape, rule=self.rule, on_piece=printer, decoded=decoded)
+        finally:
+            printer.close()
+        return decoded
+
+    def _plain(self, group: Sequence[Request]) -> Decoded:
+        decoded = self.engine.decode(group, TreeShape.plain(), rule=self.rule)
+        self.plain.append(decoded.stats)
+        return decoded
+
+    def _finish(self, first: int, group: Sequence[Request], decoded: Decoded, plain: Decoded | None) -> None:
+        """Compares a group that is done, and prints it where JSON is wanted."""
+        decoder = self.engine.decoder
+        for place, (request, answer) in enumerate(zip(group, decoded.answers, strict=True)):
+            comparison = None
+            if plain:
+                expected = plain.answers[place].tokens
+                found = find_mismatch(decoder.session, request, expected, answer.tokens, chunk=decoder.chunk)
+                comparison = self._compared(decoded.stats, plain.stats, request, found)
+                if found and comparison["identical"] is not None:
+                    self.mismatches += 1
+                    note(_explain(first + place, found))
+            if self.as_json:
+                report = {
+                    "index": first + place,
+                    "bundle": self.engine.bundle.manifest.name,
+                    "tree": spec_of(self.shape),
+                    "draft": self.rule,
+                    "prompt_tokens": len(request.prompt),
+                    "text": answer.text,
+                    "tokens": answer.tokens,
+                    "finish_reason": answer.finish_reason,
+                    "statistics": statistics(decoded.stats),
+                    **({"compare": comparison} if comparison else {}),
+                }
+                _write(json.dumps(report, ensure_ascii=False) + "\n")
+
+    def _compared(
+        self, stats: Stats, plain: Stats, request: Request, mismatch: Mismatch | None
+    ) -> dict[str, Any]:
+        """`identical` is None for sampled drafts at T > 0: they toss other coins, only the law is the same."""
+        comparable = self.rule == "topk" or request.sampling.temperature == 0
+        return {
+            "plain_tokens_per_second": round(plain.tokens_per_second, 3),
+            "speedup": round(stats.tokens_per_second / plain.tokens_per_second, 4),
+            "identical": mismatch is None if comparable else None,
+            "mismatch": mismatch.as_dict() if mismatch and comparable else None,
+        }
+
+    def summary(self) -> str:
+        """The line of statistics."""
+        stats = merge(self.speculative)
+        parts = [
+            f"{stats.tokens} tokens at {stats.tokens_per_second:.1f} tokens/s",
+            f"{stats.tokens_per_round:.2f} tokens per round over {stats.rounds} rounds",
+            f"prompt {stats.prompt_tokens} tokens in {stats.prefill_seconds:.2f} s",
+            describe(self.shape),
+        ]
+        if self.compare and len(self.plain) == len(self.speculative):
+            rate = merge(self.plain).tokens_per_second
+            parts.append(f"speed-up {stats.tokens_per_second / rate:.2f}x over plain decoding ({rate:.1f})")
+            if self.mismatches:
+                parts.append(f"{self.mismatches} answers DIFFER from plain decoding")
+            elif self.rule == "topk":
+                parts.append("tokens identical to plain decoding")
+        return " | ".join(parts)
+
+
+def statistics(stats: Stats) -> dict[str, Any]:
+    """A run in JSON: rates, acceptance, and mean milliseconds of a round by phase."""
+    return {
+        "tokens": stats.tokens,
+        "tokens_per_second": round(stats.tokens_per_second, 3),
+        "tokens_per_round": round(stats.tokens_per_round, 4),
+        "rounds": stats.rounds,
+        "acceptance_by_depth": [round(share, 4) for share in stats.acceptance_by_depth],
+        "prefill_seconds": round(stats.prefill_seconds, 4),
+        "decode_seconds": round(stats.decode_seconds, 4),
+        **{name: round(value, 3) for name, value in stats.phases().items()},
+    }
+
+
+def _explain(index: int, mismatch: Mismatch) -> str:
+    where = f"answer {index} differs from plain decoding at token {mismatch.position}"
+    if mismatch.gap is None:
+        return f"{where}: one of them ends there"
+    kind = "a tie that rounding decided" if mismatch.tie else "NOT a tie: please report this"
+    return f"{where}: {mismatch.speculative} instead of {mismatch.plain}, gap {mismatch.gap:.1e} ({kind})"

