@@ -4,7 +4,7 @@
     python -m benchmarks.cpu --data FOLDER --only sets --limit 4
 
 FOLDER holds question sets as FastChat writes them. Each part is saved as it finishes; parts that are in the
-file already are not measured again unless --force is given. Compare figures of one file only: machines differ.
+file already are not measured again unless --force is given. Compare figures of one file only.
 """
 
 from __future__ import annotations

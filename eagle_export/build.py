@@ -161,8 +161,8 @@ def check_graphs(folder: Path, specs: dict[str, GraphSpec]) -> None:
     """Raises EagleError unless every graph passes ONNX's full check with standard operators only."""
     from eagle_export.graphs.check import check_file
 
-    for name in specs:
-        check_file(folder / f"{name}.onnx")
+    for name, spec in specs.items():
+        check_file(folder / f"{name}.onnx", spec)
 
 
 def library_versions() -> dict[str, str]:

@@ -222,9 +222,7 @@ Need = Callable[[], tuple[str, str] | None]  # what is lacking and how to get it
 
 def _backend(name: str, module: str, needs: Sequence[Need]) -> Check:
     if importlib.util.find_spec(module) is None:
-        return Check(
-            "backend", name, "missing", "not in this version of eagle-export", "wait for, or get, a newer one"
-        )
+        return Check("backend", name, "missing", "this version of eagle-export does not have it yet")
     for need in needs:
         if lack := need():
             return Check("backend", name, "missing", *lack)

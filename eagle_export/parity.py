@@ -37,7 +37,7 @@ def compare(
 ) -> list[Difference]:
     """Largest differences of each graph's outputs, over a prefill and a tree behind it, in a batch of two.
 
-    Every graph gets the inputs that the reference pipeline gives it, so an error shows in its own graph alone.
+    Every graph gets the inputs that the reference pipeline gives it: an error shows in its own graph alone.
     Logits are compared as they are; features, hidden states and caches relative to their largest value.
     """
     worst: dict[tuple[str, str], float] = {}
@@ -87,7 +87,7 @@ class Feed:
         }
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Runs the graph on those of `inputs` that it takes; the caches move on. Returns its other outputs."""
+        """Runs the graph on those of `inputs` that it takes; caches move on. Returns its other outputs."""
         tensors = {spec.name: inputs[spec.name] for spec in self.graph.spec.inputs if spec.name in inputs}
         sizes = {
             axis: size
@@ -96,7 +96,7 @@ class Feed:
             for axis, size in zip(spec.shape, tensors[spec.name].shape, strict=True)
         }
         outputs = {
-            spec.name: torch.zeros([sizes[axis] for axis in spec.shape], dtype=DTYPES[spec.dtype])
+            spec.name: torch.zeros([sizes.get(axis, axis) for axis in spec.shape], dtype=DTYPES[spec.dtype])
             for spec in self.graph.spec.outputs
             if not spec.name.startswith("present_")
         }

@@ -21,6 +21,7 @@ class Report:
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.console = Console(stderr=True, quiet=quiet, highlight=False)
+        _silence_transformers()
         self.seconds: dict[str, float] = {}
         self._started = time.perf_counter()
 
@@ -49,6 +50,13 @@ class Report:
     def total_seconds(self) -> float:
         """Wall time since this report was made."""
         return time.perf_counter() - self._started
+
+
+def _silence_transformers() -> None:
+    """Its own bars would tear ours apart."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def peak_memory_bytes() -> int:

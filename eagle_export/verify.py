@@ -208,7 +208,7 @@ def _check_transformers(modules: Modules, answers: Sequence[_Answers], precision
 def profile(tree: TreeShape, answers: Sequence[_Answers]) -> dict[str, Any]:
     """Tokens per round and acceptance by depth at temperature 0, and what knowing no context would accept.
 
-    `chance` is the share of the answers' tokens that are among their top_k most common ones: what a head would
+    `chance` is the share of the answers' tokens that are among their top_k most common: what a head would
     have accepted at depth 1 that always proposes these.
     """
     total = Stats()

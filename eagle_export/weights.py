@@ -13,6 +13,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -165,10 +166,10 @@ def convert_gguf(path: Path) -> Path:
             check_folder(final)
             return final
         shutil.rmtree(final)
-    _check_gguf(path)
+    facts = _read_gguf(path)
     with _temporary_sibling(final) as temporary:
         _write_model(path, temporary)
-        _write_tokenizer(path, temporary)
+        _write_tokenizer(path, temporary, facts)
         (temporary / "source.json").write_text(
             json.dumps({"file": path.name, "sha256": identity}, indent=2) + "\n"
         )
@@ -200,20 +201,33 @@ def _temporary_sibling(final: Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _check_gguf(path: Path) -> None:
+@dataclass(frozen=True)
+class _GgufFacts:
+    """What Transformers leaves out when it reads a GGUF file."""
+
+    pre_tokenizer: str
+    context: int
+
+
+def _read_gguf(path: Path) -> _GgufFacts:
     """Raises EagleError unless header and tensors are whole and the tokenizer is of a kind that is known."""
     from gguf import GGUFReader
 
     try:
         fields = GGUFReader(path).fields  # reads every tensor's extent, so a truncated file fails here
-        kind = str(fields["tokenizer.ggml.pre"].contents())
+        architecture = fields["general.architecture"].contents()
+        facts = _GgufFacts(
+            str(fields["tokenizer.ggml.pre"].contents()),
+            int(fields[f"{architecture}.context_length"].contents()),
+        )
     except Exception as error:  # the reader raises whatever numpy does
         raise EagleError(f"{path}: not a whole GGUF file: {error}", hint=_AGAIN) from None
-    if kind not in _PRE_TOKENIZERS:
+    if facts.pre_tokenizer not in _PRE_TOKENIZERS:
         raise EagleError(
-            f"{path}: pre-tokenizer {kind!r}, expected one of {', '.join(_PRE_TOKENIZERS)}",
+            f"{path}: pre-tokenizer {facts.pre_tokenizer!r}, expected one of {', '.join(_PRE_TOKENIZERS)}",
             hint="use the model's Hugging Face folder instead of its GGUF file",
         )
+    return facts
 
 
 def _write_model(path: Path, folder: Path) -> None:
@@ -240,18 +254,15 @@ def _write_model(path: Path, folder: Path) -> None:
     model.generation_config.save_pretrained(folder)
 
 
-def _write_tokenizer(path: Path, folder: Path) -> None:
+def _write_tokenizer(path: Path, folder: Path, facts: _GgufFacts) -> None:
     """tokenizer.json and its companions, with the pre-tokenizer that the GGUF file names."""
-    from gguf import GGUFReader
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
-    fields = GGUFReader(path).fields
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    if "digits" in _PRE_TOKENIZERS[str(fields["tokenizer.ggml.pre"].contents())]:
+    if "digits" in _PRE_TOKENIZERS[facts.pre_tokenizer]:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
-    architecture = fields["general.architecture"].contents()
-    tokenizer.model_max_length = int(fields[f"{architecture}.context_length"].contents())
+    tokenizer.model_max_length = facts.context
     tokenizer.save_pretrained(folder)

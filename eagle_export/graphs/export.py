@@ -29,6 +29,7 @@ def export_graph(
     path: Path,
     *,
     name: str,
+    prefix: str = "",
 ) -> GraphSpec:
     """Trace `module` and write `path` plus `<name>.onnx.data` beside it (mode 0644).
 
@@ -37,12 +38,14 @@ def export_graph(
     of 1 becomes a constant.
     outputs: names for the tensors of the tuple that `module` returns, in order.
     dynamic: input name -> {axis: size name}; axes of one name have one size. All other axes are fixed.
+    prefix: what to drop from the front of the module's parameter names, so that weights in the file are
+    called as in the checkpoint.
 
     Returns the graph's signature. Raises EagleError when the module cannot be traced with these shapes; then
     neither file is left behind.
     """
     model = _trace(module, inputs, dynamic, name)
-    passes.clean(model, list(inputs), list(outputs), dynamic, name=name)
+    passes.clean(model, list(inputs), outputs, dynamic, name=name, prefix=f"module.{prefix}")
     _save(model, path, f"{name}.onnx.data")
     return GraphSpec(
         name=name,

@@ -51,7 +51,7 @@ def cache_update(cache: Tensor, new: Tensor, write_index: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm over the last axis: x [..., H], weight [H] -> [..., H]; statistics in float32, output in x's dtype."""
+    """RMS norm over the last axis: x [..., H], weight [H] -> [..., H] in x's dtype; statistics in float32."""
     if torch.compiler.is_exporting():
         return torch.ops.eagle_export.rms_norm(x, weight, eps)
     return _rms_norm(x, weight, eps)
@@ -60,7 +60,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the two halves of each head ("rotate-half" order, as Transformers and ONNX `interleaved=0`).
 
-    x [B, h, T, Dh], cos and sin [B, T, R/2] with even R <= Dh -> [B, h, T, Dh]. Channels from R on pass through.
+    x [B, h, T, Dh], cos and sin [B, T, R/2] with even R <= Dh -> [B, h, T, Dh]. Channels from R on stay as
+    they are.
     """
     if cos.dtype != x.dtype:
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)

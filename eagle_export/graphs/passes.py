@@ -8,7 +8,7 @@ product streams its weights through the caches on its own, so a decoding step is
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -32,8 +32,14 @@ def clean(
     dynamic: Mapping[str, Mapping[int, str]],
     *,
     name: str,
+    prefix: str = "",
 ) -> None:
-    """Everything that each graph goes through after tracing, in order. In place."""
+    """Everything that each graph goes through after tracing, in order. In place.
+
+    `prefix` is dropped from the names of weights.
+    """
+    for value in list(model.graph.initializers.values()):
+        value.name = (value.name or "").removeprefix(prefix)
     name_signature(model, inputs, outputs, dynamic)
     constant_reshapes(model)
     transpose_weights(model)
@@ -62,7 +68,9 @@ def name_signature(
         for axis, size in dynamic.get(value.name or "", {}).items():
             dim = _shape(value)[axis]
             if isinstance(dim, int):
-                raise EagleError(f"axis {axis} of {value.name} became {dim} when traced, expected {size} to stay dynamic")
+                raise EagleError(
+                    f"axis {axis} of {value.name} became {dim} when traced, expected {size} to stay dynamic"
+                )
             sizes[str(dim)] = size
     everything = [value for node in graph for value in node.outputs if value.shape is not None]
     for value in (*graph.inputs, *graph.outputs, *everything):
@@ -72,7 +80,9 @@ def name_signature(
     for value in (*graph.inputs, *graph.outputs):
         odd = [dim for dim in _shape(value) if not isinstance(dim, int) and str(dim) not in sizes.values()]
         if odd:
-            raise EagleError(f"{value.name} has sizes {odd}, expected constants or {sorted(set(sizes.values()))}")
+            raise EagleError(
+                f"{value.name} has sizes {odd}, expected constants or {sorted(set(sizes.values()))}"
+            )
 
 
 def constant_reshapes(model: ir.Model) -> None:
@@ -88,12 +98,13 @@ def constant_reshapes(model: ir.Model) -> None:
         source, result = node.inputs[0].shape, node.outputs[0].shape
         if source is None or result is None:
             continue
-        wanted = tuple(_copied_size(source, axis, dim) for axis, dim in enumerate(result))
-        if None in wanted:
+        wanted = [_copied_size(source, axis, dim) for axis, dim in enumerate(result)]
+        shape = tuple(size for size in wanted if size is not None)
+        if len(shape) < len(wanted):
             continue
-        shape = wanted  # type: ignore[assignment]
         if shape not in shapes:
-            shapes[shape] = _initializer(model, "shape_" + "_".join(map(str, shape)), np.array(shape, np.int64))
+            name = "shape_" + "_".join(map(str, shape))
+            shapes[shape] = _initializer(model, name, np.array(shape, np.int64))
         node.replace_input_with(1, shapes[shape])
         node.attributes["allowzero"] = ir.AttrInt64("allowzero", 0)
 
@@ -101,13 +112,13 @@ def constant_reshapes(model: ir.Model) -> None:
 def transpose_weights(model: ir.Model) -> None:
     """Store a weight transposed where only one Transpose reads it.
 
-    A weight that something else reads too (an embedding tied to lm_head) keeps its Transpose, so that the file
-    holds it once; runtimes fold that one when they load the graph.
+    A weight that something else reads too (an embedding tied to lm_head) keeps its Transpose, so that the
+    file holds it once; runtimes fold that one when they load the graph.
     """
     graph = model.graph
     for node in list(graph):
         source = node.inputs[0] if node.op_type == "Transpose" else None
-        if source is None or source.const_value is None or len(source.uses()) != 1 or source.is_graph_output():
+        if source is None or not source.is_initializer() or len(source.uses()) != 1:
             continue
         tensor, perm = source.const_value, tuple(node.attributes["perm"].as_ints())
         shape = [int(_shape(source)[axis]) for axis in perm]
@@ -115,7 +126,7 @@ def transpose_weights(model: ir.Model) -> None:
         def compute(tensor: ir.TensorProtocol = tensor, perm: tuple[int, ...] = perm) -> ir.TensorProtocol:
             return ir.tensor(np.ascontiguousarray(tensor.numpy().transpose(perm)), dtype=tensor.dtype)
 
-        weight = _lazy_initializer(model, f"{source.name}.transposed", tensor.dtype, shape, compute)
+        weight = _lazy_initializer(model, f"{source.name}.T", tensor.dtype, shape, compute)
         node.outputs[0].replace_all_uses_with(weight)
         graph.remove(node, safe=True)
         del graph.initializers[source.name]
@@ -131,7 +142,7 @@ def merge_products(model: ir.Model) -> None:
         if node.op_type != "MatMul" or node.inputs[0] is None or node.inputs[1] is None:
             continue
         weight = node.inputs[1]
-        if weight.const_value is not None and len(weight.uses()) == 1 and len(_shape(weight)) == 2:
+        if weight.is_initializer() and len(weight.uses()) == 1 and len(_shape(weight)) == 2:
             groups[node.inputs[0]].append(node)
     for rows, nodes in groups.items():
         if len(nodes) > 1:
@@ -140,28 +151,26 @@ def merge_products(model: ir.Model) -> None:
 
 def _merge(model: ir.Model, rows: ir.Value, nodes: Sequence[ir.Node]) -> None:
     weights = [node.inputs[1] for node in nodes]
-    tensors = [weight.const_value for weight in weights if weight is not None]
-    widths = [int(tensor.shape[1]) for tensor in tensors if tensor is not None]  # type: ignore[arg-type]
-    first = tensors[0]
-    assert first is not None
+    tensors = [weight.const_value for weight in weights]
+    widths = [int(tensor.shape[1]) for tensor in tensors]
+    dtype, depth = tensors[0].dtype, int(tensors[0].shape[0])
 
     def compute() -> ir.TensorProtocol:
-        joined = np.concatenate([tensor.numpy() for tensor in tensors if tensor is not None], axis=1)
-        return ir.tensor(joined, dtype=first.dtype)
+        return ir.tensor(np.concatenate([tensor.numpy() for tensor in tensors], axis=1), dtype=dtype)
 
-    name = "+".join(str(weight.name) for weight in weights if weight is not None)
-    joined = _lazy_initializer(model, name, first.dtype, [int(first.shape[0]), sum(widths)], compute)  # type: ignore[arg-type]
-    sizes_name = "widths_" + "_".join(map(str, widths))
-    sizes = model.graph.initializers.get(sizes_name) or _initializer(model, sizes_name, np.array(widths, np.int64))
+    name = "+".join(weight.name for weight in weights)
+    joined = _lazy_initializer(model, name, dtype, [depth, sum(widths)], compute)
+    key = "widths_" + "_".join(map(str, widths))
+    sizes = model.graph.initializers.get(key) or _initializer(model, key, np.array(widths, np.int64))
     product = ir.node("MatMul", [rows, joined])
     split = ir.node("Split", [product.outputs[0], sizes], {"axis": -1}, num_outputs=len(nodes))
     model.graph.insert_before(nodes[0], [product, split])
     for node, part in zip(nodes, split.outputs, strict=True):
-        part.shape, part.dtype = node.outputs[0].shape, first.dtype
+        part.shape, part.dtype = node.outputs[0].shape, dtype
         node.outputs[0].replace_all_uses_with(part, replace_graph_outputs=True)
         model.graph.remove(node, safe=True)
     for weight in weights:
-        del model.graph.initializers[weight.name]  # type: ignore[union-attr]
+        del model.graph.initializers[weight.name]
 
 
 def _copied_size(source: ir.Shape, axis: int, dim: int | ir.SymbolicDim) -> int | None:
@@ -177,7 +186,13 @@ def _initializer(model: ir.Model, name: str, array: np.ndarray) -> ir.Value:
     return value
 
 
-def _lazy_initializer(model: ir.Model, name: str, dtype: ir.DataType, shape: Sequence[int], compute) -> ir.Value:
+def _lazy_initializer(
+    model: ir.Model,
+    name: str,
+    dtype: ir.DataType,
+    shape: Sequence[int],
+    compute: Callable[[], ir.TensorProtocol],
+) -> ir.Value:
     """A weight that is computed when it is written and then forgotten: memory holds one at a time."""
     sizes = ir.Shape(shape)
     tensor = ir.LazyTensor(compute, dtype=dtype, shape=sizes, name=name, cache=False)

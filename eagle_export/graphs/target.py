@@ -9,47 +9,66 @@ from torch import Tensor
 
 from eagle_export.graphs.export import export_graph
 from eagle_export.models.target import TargetModule
-from eagle_run.backends.base import GraphSpec
+from eagle_run.backends.base import GraphSpec, TensorSpec
+from eagle_run.errors import EagleError
+
+Shape = tuple[int | str, ...]
 
 
 def export_target(module: TargetModule, path: Path, *, cache_rows: int) -> GraphSpec:
     """Trace `module` and write target.onnx at `path`, its weights in target.onnx.data beside it.
 
     cache_rows: S, the fixed number of rows of each cache tensor; it must leave room for the longest sequence
-    and one padded tree. B, T, R and KV stay dynamic. Caches and features have the dtype of the module's weights.
-    Raises EagleError when the model cannot be traced.
+    and one padded tree. B, T, R and KV stay dynamic. Caches and features have the dtype of the module's
+    weights. Raises EagleError when the model cannot be traced.
     """
-    inputs = example_inputs(module, cache_rows)
-    layers = range(module.dims.layers)
-    past = [key for key in inputs if key.startswith("past_")]
-    outputs = ["logits", "features"]
-    outputs += [name for i in layers for name in (f"present_key.{i}", f"present_value.{i}")]
+    expected = target_spec(module, cache_rows)
     dynamic = {
-        "input_ids": {0: "B", 1: "T"},
-        "position_ids": {0: "B", 1: "T"},
-        "tree_mask": {0: "B", 2: "T", 3: "KV"},
-        "write_index": {0: "B"},
-        "logits_index": {0: "B", 1: "R"},
-        **{key: {0: "B"} for key in past},
+        tensor.name: {axis: size for axis, size in enumerate(tensor.shape) if isinstance(size, str)}
+        for tensor in expected.inputs
     }
-    return export_graph(module, inputs, outputs, dynamic, path, name="target")
+    outputs = [tensor.name for tensor in expected.outputs]
+    inputs = example_inputs(expected, next(module.parameters()).device)
+    spec = export_graph(module, inputs, outputs, dynamic, path, name="target", prefix="model.")
+    if spec != expected:
+        raise EagleError(f"the traced target has the signature {spec}, expected {expected}")
+    return spec
 
 
-def example_inputs(module: TargetModule, cache_rows: int) -> dict[str, Tensor]:
-    """Inputs of the target graph in order: B=2, T=3, R=2 and KV=5, so that no two dynamic sizes look alike."""
+def target_spec(module: TargetModule, cache_rows: int) -> GraphSpec:
+    """The signature of the target graph with caches of `cache_rows` rows."""
     dims = module.dims
-    weight = next(module.parameters())
-    batch, rows, kv = 2, 3, 5
-    cache = (batch, dims.kv_heads, cache_rows, dims.head_dim)
-    ids = torch.arange(batch * rows, device=weight.device).view(batch, rows) % dims.vocab_size  # [B, T]
-    inputs = {
-        "input_ids": ids,
-        "position_ids": ids.clone(),
-        "tree_mask": torch.ones(batch, 1, rows, kv, dtype=torch.bool, device=weight.device),
-        "write_index": torch.arange(batch, device=weight.device),
-        "logits_index": ids[:, :2] % rows,  # [B, R]
+    dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+    inputs = (
+        TensorSpec("input_ids", "int64", ("B", "T")),
+        TensorSpec("position_ids", "int64", ("B", "T")),
+        TensorSpec("tree_mask", "bool", ("B", 1, "T", "KV")),
+        TensorSpec("write_index", "int64", ("B",)),
+        TensorSpec("logits_index", "int64", ("B", "R")),
+    )
+    outputs = (
+        TensorSpec("logits", "float32", ("B", "R", dims.vocab_size)),
+        TensorSpec("features", dtype, ("B", "T", len(module.feature_layers) * dims.hidden_size)),
+    )
+    cache = (dims.layers, ("B", dims.kv_heads, cache_rows, dims.head_dim), dtype)
+    return GraphSpec("target", inputs + cache_specs("past", *cache), outputs + cache_specs("present", *cache))
+
+
+def cache_specs(prefix: str, layers: int, shape: Shape, dtype: str) -> tuple[TensorSpec, ...]:
+    """Key and value of each layer in turn: past_key.0, past_value.0, past_key.1, ..."""
+    return tuple(
+        TensorSpec(f"{prefix}_{part}.{i}", dtype, shape) for i in range(layers) for part in ("key", "value")
+    )
+
+
+def example_inputs(spec: GraphSpec, device: torch.device) -> dict[str, Tensor]:
+    """Inputs to trace with: B=2, T=3, R=2, KV=5. Only the sizes matter, and no dynamic one may be 1."""
+    sizes = {"B": 2, "T": 3, "R": 2, "KV": 5}
+    return {
+        tensor.name: torch.zeros(
+            [sizes[size] if isinstance(size, str) else size for size in tensor.shape],
+            dtype=getattr(torch, tensor.dtype),
+            device=device,
+        )
+        for tensor in spec.inputs
     }
-    for i in range(dims.layers):
-        for part in ("key", "value"):
-            inputs[f"past_{part}.{i}"] = torch.zeros(cache, dtype=weight.dtype, device=weight.device)
-    return inputs

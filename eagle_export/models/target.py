@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,13 +74,14 @@ def check_family(config: Any, max_seq_len: int) -> None:
     kind = rope.get("rope_type", "default")
     if kind not in STATIC_ROPE:
         raise EagleError(
-            f"{FAMILIES[family]} target with {kind!r} rotary scaling: its frequencies change with the length of "
-            f"the sequence, but a graph needs fixed ones; expected one of {', '.join(STATIC_ROPE)}",
+            f"{FAMILIES[family]} target with {kind!r} rotary scaling: its frequencies change with the length "
+            f"of the sequence, but a graph needs fixed ones; expected one of {', '.join(STATIC_ROPE)}",
             hint="set rope_parameters in the target's config.json to a fixed scaling, or use another target",
         )
     if max_seq_len > config.max_position_embeddings:
         raise EagleError(
-            f"max_seq_len is {max_seq_len}, but this target knows only {config.max_position_embeddings} positions",
+            f"max_seq_len is {max_seq_len}, but this target knows only "
+            f"{config.max_position_embeddings} positions",
             hint=f"use --max-seq-len {config.max_position_embeddings} or less",
         )
 
@@ -91,23 +93,63 @@ def _check_layers(config: Any, max_seq_len: int) -> None:
     other = sorted(kinds - {"full_attention", "sliding_attention"})
     if other:
         raise EagleError(
-            f"{FAMILIES[config.model_type]} target with {', '.join(other)} layers: only full attention is exported",
+            f"{FAMILIES[config.model_type]} target with {', '.join(other)} layers, "
+            "expected full attention in every layer",
             hint="use a target with full attention in every layer",
         )
     window = getattr(config, "sliding_window", None)
     if "sliding_attention" in kinds and window is not None and window < max_seq_len:
         raise EagleError(
-            f"{FAMILIES[config.model_type]} target with a sliding window of {window} tokens: the graph attends to "
-            f"everything, which is the same only up to that length, but max_seq_len is {max_seq_len}",
+            f"{FAMILIES[config.model_type]} target with a sliding window of {window} tokens: the graph "
+            f"attends to everything, the same only up to that length, but max_seq_len is {max_seq_len}",
             hint=f"use --max-seq-len {window} or less",
         )
+
+
+def load_target(folder: Path, dtype: torch.dtype) -> Any:
+    """The causal LM in a local Hugging Face folder (config.json and safetensors), in eval mode.
+
+    Reads nothing but the folder. Raises EagleError when a file is missing or damaged, when the weights are
+    not safetensors, or when they are not exactly the tensors of the model that config.json describes.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (
+        Exception
+    ) as error:  # OSError, SafetensorError, ValueError, RuntimeError: whatever the file provokes
+        first_line = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise EagleError(
+            f"{folder}: expected config.json and whole safetensors files of a causal model: {first_line}",
+            hint="download the model again; a file may be missing or cut short",
+        ) from error
+    for key, fault in (
+        ("missing_keys", "the weights lack"),
+        ("mismatched_keys", "the weights have another shape for"),
+        ("unexpected_keys", "the model has no place for"),
+    ):
+        if names := sorted(str(name[0] if isinstance(name, tuple) else name) for name in info.get(key) or ()):
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise EagleError(
+                f"{folder}: {fault} {names[0]}{more}",
+                hint="config.json and the weights must belong to one model; download it again",
+            )
+    return model.eval()
 
 
 class TargetModule(nn.Module):
     """A Transformers causal LM with exactly the inputs and outputs of the target graph.
 
-    `feature_layers` are indices into Transformers' `hidden_states`, ascending: i is the residual stream before
-    layer i, and L (the number of layers) the output of the final norm.
+    `feature_layers` are indices into Transformers' `hidden_states`, ascending: i is the residual stream
+    before layer i, and L (the number of layers) the output of the final norm.
 
     Use `model.eval()` models; the wrapped model is not changed and can be used by others in between, but not
     by another thread while a forward runs here.
@@ -121,8 +163,8 @@ class TargetModule(nn.Module):
         bad = [i for i in self.feature_layers if not 0 <= i <= self.dims.layers]
         if bad or list(self.feature_layers) != sorted(set(self.feature_layers)) or not self.feature_layers:
             raise EagleError(
-                f"feature layers {list(self.feature_layers)} do not fit a target with {self.dims.layers} layers: "
-                f"expected ascending indices from 0 to {self.dims.layers}"
+                f"feature layers {list(self.feature_layers)} do not fit a target with {self.dims.layers} "
+                f"layers: expected ascending indices from 0 to {self.dims.layers}"
             )
         parameters = inspect.signature(model.model.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
@@ -222,11 +264,13 @@ def native_operators(model: Any) -> Iterator[None]:
     """
     module = sys.modules[type(model).__module__]
     norms = [cls for key, cls in vars(module).items() if key.endswith("RMSNorm") and inspect.isclass(cls)]
-    ropes = [cls for key, cls in vars(module).items() if key.endswith("RotaryEmbedding") and inspect.isclass(cls)]
+    ropes = [
+        cls for key, cls in vars(module).items() if key.endswith("RotaryEmbedding") and inspect.isclass(cls)
+    ]
     if len(norms) != 1 or len(ropes) != 1 or not hasattr(module, "apply_rotary_pos_emb"):
         raise EagleError(
-            f"{module.__name__} has {len(norms)} RMSNorm and {len(ropes)} RotaryEmbedding classes, expected one each "
-            "and a function apply_rotary_pos_emb",
+            f"{module.__name__} has {len(norms)} RMSNorm and {len(ropes)} RotaryEmbedding classes, "
+            "expected one each and a function apply_rotary_pos_emb",
             hint="install the version of transformers that this package pins",
         )
     config: Any = model.config

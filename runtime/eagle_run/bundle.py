@@ -214,7 +214,8 @@ def _check_file(root: Path, entry: FileEntry, *, verify_hash: bool) -> None:
 
 def explain(error: ValidationError, model: type[BaseModel], where: str) -> EagleError:
     """The first fault of a failed validation of `model`, as an EagleError that names file and key."""
-    fault = error.errors()[0]
+    # A misspelt key is unknown and missing at once; only the former says what to do.
+    fault = min(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
     key = ".".join(str(part) for part in fault["loc"])
     more = f" ({error.error_count() - 1} more faults)" if error.error_count() > 1 else ""
     if fault["type"] == "extra_forbidden":

@@ -172,7 +172,7 @@ class Generation:
     def _compared(
         self, stats: Stats, plain: Stats, request: Request, mismatch: Mismatch | None
     ) -> dict[str, Any]:
-        """`identical` is None for sampled drafts at T > 0: they toss other coins, only the law is the same."""
+        """`identical` is None for sampled drafts at T > 0: other coins, so only the law is the same."""
         comparable = self.rule == "topk" or request.sampling.temperature == 0
         return {
             "plain_tokens_per_second": round(plain.tokens_per_second, 3),

@@ -20,7 +20,7 @@ def normalised(weights: Dist) -> Dist:
 
 
 def draws(q: Dist, count: int) -> Iterator[tuple[Tokens, Fraction]]:
-    """Every ordered draw of `count` tokens from q without replacement (fewer where q has fewer), with its odds."""
+    """Every ordered draw of `count` tokens from q without replacement, and its odds; fewer if q has fewer."""
     if count == 0 or not any(q):
         yield (), Fraction(1)
         return

@@ -55,7 +55,7 @@ def test_a_bundle_without_a_head_loads(tmp_path: Path) -> None:
     assert bundle.artifacts("draft") == ()
 
 
-# --- what is not a bundle ---------------------------------------------------------------------------------
+# --- what is not a bundle -------------------------------------------------------------------------------
 
 
 def test_other_places_are_not_bundles(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_manifest_that_is_no_object(tmp_path: Path) -> None:
         load_bundle(root)
 
 
-# --- files ------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------------
 
 FILES = ["onnx/target.onnx", "onnx/draft.onnx.data", "tokenizer/tokenizer.json", "vocab_map.safetensors"]
 
@@ -209,7 +209,7 @@ def test_a_broken_vocabulary_map(tmp_path: Path, table: torch.Tensor | None, mes
         load_bundle(root).vocab_map()
 
 
-# --- choosing an artifact ---------------------------------------------------------------------------------
+# --- choosing an artifact -------------------------------------------------------------------------------
 
 
 def test_artifacts_are_chosen_by_backend_and_gpu(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_artifacts_are_chosen_by_backend_and_gpu(tmp_path: Path) -> None:
         bundle.artifact("draft", "tensorrt-rtx")
 
 
-# --- around it --------------------------------------------------------------------------------------------
+# --- around it ------------------------------------------------------------------------------------------
 
 
 def test_reading_a_manifest_loads_no_heavy_library() -> None:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from parity.headmaker import DRAFT_VOCAB, LAYERS, RECIPES, VOCAB, WIDTH, Head, Target, make_head
 from safetensors.torch import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
-from headmaker import DRAFT_VOCAB, LAYERS, RECIPES, VOCAB, WIDTH, Head, Target, make_head
 
 from eagle_export.heads import load_head
 from eagle_export.heads.spec import expected_shapes

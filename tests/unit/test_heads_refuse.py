@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from parity.headmaker import DRAFT_VOCAB, RECIPES, VOCAB, WIDTH, Head, Target, make_head
 from safetensors.torch import save_file
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
-from headmaker import DRAFT_VOCAB, RECIPES, VOCAB, WIDTH, Head, Target, make_head
 
 from eagle_export.heads import load_head
 from eagle_run.errors import EagleError

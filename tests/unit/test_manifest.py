@@ -28,7 +28,7 @@ def test_graph_tensor_names_follow_the_contract() -> None:
     assert outputs == ("logits", "hidden_out", "present_key.0", "present_value.0")
 
 
-# --- what a manifest may not say --------------------------------------------------------------------------
+# --- what a manifest may not say ------------------------------------------------------------------------
 
 
 def set_at(path: str, value: Any) -> Any:

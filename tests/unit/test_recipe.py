@@ -44,14 +44,14 @@ def recipe_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def write_recipe(folder: Path, name: str, **changes: Any) -> Path:
+def write_recipe(folder: Path, stem: str, **changes: Any) -> Path:
     data = {
-        "name": name,
+        "name": stem,
         "description": "for tests",
         "target": {"kind": "folder", "path": "weights"},
         "limits": {"max_seq_len": 128},
     }
-    path = folder / f"{name}.yaml"
+    path = folder / f"{stem}.yaml"
     path.write_text(yaml.safe_dump(data | changes), encoding="utf-8")
     return path
 
@@ -63,7 +63,7 @@ def write_model(folder: Path, **config: Any) -> Path:
     return folder
 
 
-# --- the recipes of this project ----------------------------------------------------------------------------
+# --- the recipes of this project ------------------------------------------------------------------------
 
 
 def test_every_recipe_loads_and_is_listed() -> None:
@@ -107,14 +107,18 @@ def test_packaged_recipes_come_before_those_of_a_checkout(
     assert recipes.recipes_dir() == package / "_recipes"
 
 
-# --- faulty recipes -------------------------------------------------------------------------------------------
+# --- faulty recipes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("changes", "message", "hint"),
     [
         ({"targett": 1}, "unknown key 'targett'", "did you mean 'target'?"),
-        ({"limits": {"max_seqlen": 1}}, r"unknown key 'limits\.max_seqlen'", "did you mean 'max_seq_len'?"),
+        (
+            {"limits": {"max_seqlen": 1}},
+            r"unknown key 'limits\.max_seqlen'",
+            "did you mean 'max_seq_len'?",
+        ),
         (
             {"heads": {"eagle3": {"kind": "hub", "id": "a/b", "layerids": [1]}}},
             r"unknown key 'heads\.eagle3\.layerids'",
@@ -170,7 +174,7 @@ def test_an_unknown_name_is_answered_with_close_ones(recipe_dir: Path) -> None:
     assert caught.value.exit_code == 2
 
 
-# --- --target -------------------------------------------------------------------------------------------------
+# --- --target -------------------------------------------------------------------------------------------
 
 
 def test_a_target_by_recipe_name_or_file(recipe_dir: Path, tmp_path: Path) -> None:
@@ -208,7 +212,7 @@ def test_targets_that_mean_nothing(recipe_dir: Path, tmp_path: Path) -> None:
     assert "finished bundle" in other.value.hint
 
 
-# --- --head ---------------------------------------------------------------------------------------------------
+# --- --head ---------------------------------------------------------------------------------------------
 
 
 def test_a_head_by_algorithm_folder_or_hub_id(

@@ -18,7 +18,7 @@ CHATML = (
 )
 
 
-# --- encoding ---------------------------------------------------------------------------------------------
+# --- encoding -------------------------------------------------------------------------------------------
 
 
 def test_text_goes_in_and_comes_back() -> None:
@@ -68,7 +68,7 @@ def test_a_prompt_uses_the_chat_template_if_there_is_one() -> None:
         BYTES.encode_prompt("hi", system="be brief")
 
 
-# --- templates --------------------------------------------------------------------------------------------
+# --- templates ------------------------------------------------------------------------------------------
 
 
 def render(template: str, *messages: dict[str, Any], **variables: Any) -> str:
@@ -110,7 +110,7 @@ def test_conversations_must_be_plain_and_not_empty() -> None:
         BYTES.render([{"role": "user", "content": "hi"}])
 
 
-# --- files ------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------------
 
 
 def write_tokenizer(folder: Path, **files: object) -> Path:

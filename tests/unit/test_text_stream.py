@@ -8,7 +8,7 @@ from streams import BYTES, FALLBACK, bytes_of, stream
 from eagle_run.errors import UsageError
 from eagle_run.text import Detokenizer, StopStrings
 
-# --- incremental decoding ---------------------------------------------------------------------------------
+# --- incremental decoding -------------------------------------------------------------------------------
 
 
 def test_unfinished_characters_are_held_back() -> None:
@@ -58,7 +58,7 @@ def test_pieces_join_to_the_whole_with_byte_fallback(text: str) -> None:
     assert "".join(stream(FALLBACK, ids)) == FALLBACK.decode(ids)
 
 
-# --- stop strings -----------------------------------------------------------------------------------------
+# --- stop strings ---------------------------------------------------------------------------------------
 
 
 def cut(text: str, stops: list[str]) -> tuple[str, bool]:

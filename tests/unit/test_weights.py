@@ -31,7 +31,7 @@ def write_folder(folder: Path, names: tuple[str, ...] = ("model.safetensors",)) 
     return folder
 
 
-# --- folders --------------------------------------------------------------------------------------------------
+# --- folders --------------------------------------------------------------------------------------------
 
 
 def test_a_folder_is_known_by_its_config_and_weights(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
         weights.check_folder(folder)
 
 
-# --- the hub --------------------------------------------------------------------------------------------------
+# --- the hub --------------------------------------------------------------------------------------------
 
 
 def hub_error(kind: type[Exception]) -> Exception:
@@ -138,7 +138,7 @@ def test_pickled_weights_are_fetched_only_without_safetensors(
     assert len(asked) == 1
 
 
-# --- the GGUF package -----------------------------------------------------------------------------------------
+# --- the GGUF package -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def test_a_conversion_is_made_once_and_again_when_damaged(
         write_folder(folder)
 
     monkeypatch.setattr(weights, "_write_model", write_model)
-    monkeypatch.setattr(weights, "_write_tokenizer", lambda path, folder: None)
+    monkeypatch.setattr(weights, "_write_tokenizer", lambda path, folder, facts: None)
     folder = weights.convert_gguf(gguf)
     assert weights.convert_gguf(gguf) == folder
     assert len(made) == 1

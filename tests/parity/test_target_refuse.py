@@ -1,0 +1,124 @@
+"""Targets that the graph would compute wrongly, or that are not there in full, are refused with the reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from targetmaker import KINDS, make_model
+from transformers import (
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from eagle_export.models.target import check_family, load_target, target_dims
+from eagle_run.errors import EagleError
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128}
+LONG |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_supported_families_pass(kind: str) -> None:
+    check_family(KINDS[kind]().config, 256)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (GPT2Config(), "'gpt2' is not supported"),
+        (MixtralConfig(), "'mixtral' is not supported"),
+        (Qwen3MoeConfig(), "'qwen3_moe' is not supported"),
+        (MistralConfig(sliding_window=200), "sliding window of 200 tokens"),
+        (
+            Qwen2Config(use_sliding_window=True, sliding_window=100, max_window_layers=4),
+            "sliding window of 100 tokens",
+        ),
+        (
+            Qwen3Config(use_sliding_window=True, sliding_window=100, max_window_layers=4),
+            "sliding window of 100 tokens",
+        ),
+        (LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "'dynamic'"),
+        (LlamaConfig(rope_parameters=LONG, hidden_size=64, num_attention_heads=4), "'longrope'"),
+        (LlamaConfig(max_position_embeddings=255), "255"),
+    ],
+)
+def test_what_would_be_wrong_is_refused(config: Any, reason: str) -> None:
+    with pytest.raises(EagleError, match=reason) as caught:
+        check_family(config, 256)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MistralConfig(sliding_window=256),
+        MistralConfig(sliding_window=None),
+        Qwen2Config(use_sliding_window=False, sliding_window=100),
+        Qwen2Config(use_sliding_window=True, sliding_window=256, max_window_layers=4),
+    ],
+)
+def test_a_window_that_is_never_reached_passes(config: Any) -> None:
+    check_family(config, 256)
+
+
+def test_dims() -> None:
+    dims = target_dims(KINDS["qwen3"]().config)
+    assert (dims.layers, dims.hidden_size, dims.heads, dims.kv_heads, dims.head_dim) == (3, 64, 4, 2, 24)
+    assert (dims.vocab_size, dims.max_positions) == (128, 256)
+    assert target_dims(LlamaConfig(hidden_size=64, num_attention_heads=4)).head_dim == 16
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_model("llama").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_load_target(folder: Path) -> None:
+    model = load_target(folder, torch.float16)
+    assert not model.training
+    assert model.dtype == torch.float16
+    want = make_model("llama").half().state_dict()
+    assert all(torch.equal(value, want[name]) for name, value in model.state_dict().items())
+
+
+def test_load_target_without_weights_or_config(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(EagleError, match="safetensors"):
+        load_target(folder, torch.float32)
+    (folder / "config.json").unlink()
+    with pytest.raises(EagleError, match=r"config\.json"):
+        load_target(folder, torch.float32)
+    with pytest.raises(EagleError, match="absent"):
+        load_target(tmp_path / "absent", torch.float32)
+
+
+@pytest.mark.parametrize("keep", [4, 200, -50])
+def test_load_target_with_a_cut_file(folder: Path, keep: int) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(EagleError, match="whole safetensors"):
+        load_target(folder, torch.float32)
+
+
+def test_load_target_names_tensors_that_do_not_fit(folder: Path) -> None:
+    file, config = folder / "model.safetensors", folder / "config.json"
+    tensors = load_file(file)
+    norm = tensors.pop("model.layers.1.input_layernorm.weight")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(EagleError, match=r"lack model\.layers\.1\.input_layernorm\.weight"):
+        load_target(folder, torch.float32)
+    save_file(tensors | {"model.layers.1.input_layernorm.weight": norm}, file, metadata={"format": "pt"})
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 2}))
+    with pytest.raises(EagleError, match=r"no place for model\.layers\.2\..* and 8 more"):
+        load_target(folder, torch.float32)

@@ -1,0 +1,128 @@
+"""Opening a bundle, requests, and the bookkeeping of a decoding."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from tinybundle import END, make_bundle
+
+from eagle_run.engine import Engine, open_engine
+from eagle_run.errors import EagleError, UsageError
+from eagle_run.loop import Piece
+from eagle_run.sampling import SamplingSettings
+from eagle_run.tree import TreeShape
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_bundle: Path) -> Engine:
+    return open_engine(tiny_bundle, threads=1)
+
+
+def test_opens_with_the_bundles_own_tree(engine: Engine) -> None:
+    assert engine.tree == TreeShape.dynamic(3, 3, 8)
+    assert (engine.backend, engine.batch, engine.precision) == ("onnxruntime", 1, "fp32")
+
+
+def test_without_draft_there_is_no_tree(tiny_bundle: Path) -> None:
+    engine = open_engine(tiny_bundle, threads=1, with_draft=False)
+    assert engine.tree is None
+    assert not engine.decoder.session.has_draft
+    with pytest.raises(UsageError, match="no draft head"):
+        engine.decode([engine.request("hello")], TreeShape.chain(2))
+
+
+def test_requests_use_the_template_and_the_stop_tokens(engine: Engine) -> None:
+    text = "user: hi\nassistant:"
+    assert engine.request("hi").prompt == tuple(engine.text.encode(text))
+    assert engine.request("hi").stop_tokens == {END}
+    assert engine.request("hi", ignore_eos=True).stop_tokens == frozenset()
+    assert engine.request("hi", raw=True).prompt == tuple(engine.text.encode("hi"))
+
+
+def test_messages_and_system(engine: Engine) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    with_system = engine.request(messages, system="be brief")
+    assert with_system.prompt == engine.request("hi", system="be brief").prompt
+    assert with_system.prompt == tuple(engine.text.encode("system: be brief\nuser: hi\nassistant:"))
+    with pytest.raises(UsageError, match="chat template"):
+        engine.request(messages, raw=True)
+
+
+def test_decode_joins_pieces_and_times_every_round(engine: Engine) -> None:
+    pieces: list[Piece] = []
+    request = engine.request("hello there", max_new_tokens=30)
+    decoded = engine.decode([request], TreeShape.dynamic(3, 3, 8), on_piece=pieces.append)
+    answer = decoded.answers[0]
+    assert answer.tokens == [token for piece in pieces for token in piece.tokens]
+    assert answer.text == "".join(piece.text for piece in pieces)
+    assert answer.finish_reason == pieces[-1].finish_reason == "length"
+    assert len(decoded.rounds) == decoded.stats.steps == len(pieces)
+    total = sum(time.draft + time.verify + time.glue for time in decoded.rounds)
+    assert total == pytest.approx(decoded.stats.decode_seconds)
+
+
+def test_a_batch_gives_each_prompt_what_it_gives_alone(tiny_bundle: Path, engine: Engine) -> None:
+    together = open_engine(tiny_bundle, threads=1, batch=3)
+    texts = ("a", "a much longer prompt than the others", "third one", "the last, in a group of its own")
+    sampling = SamplingSettings(temperature=0.9, seed=5)
+    shape = TreeShape.dynamic(2, 3, 6)
+    requests = [engine.request(text, sampling=sampling, max_new_tokens=20) for text in texts]
+    decoded = together.decode(requests, shape)
+    assert decoded.tokens == [engine.decode([request], shape).tokens[0] for request in requests]
+    assert len(decoded.rounds) == decoded.stats.steps
+
+
+def test_decoded_survives_an_interrupt(engine: Engine) -> None:
+    from eagle_run.engine import Decoded
+    from eagle_run.loop import Stats
+
+    def stop(piece: Piece) -> None:
+        if len(decoded.rounds) == 3:
+            raise KeyboardInterrupt
+
+    decoded = Decoded([], Stats(), [])
+    with pytest.raises(KeyboardInterrupt):
+        engine.decode([engine.request("hello")], TreeShape.plain(), on_piece=stop, decoded=decoded)
+    assert len(decoded.answers[0].tokens) == 3
+    assert decoded.answers[0].finish_reason is None
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx"])
+def test_backends_of_later_versions_say_so(tiny_bundle: Path, backend: str) -> None:
+    with pytest.raises(EagleError, match="not in this version") as caught:
+        open_engine(tiny_bundle, backend=backend)
+    assert "onnxruntime" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "abacus"}, "abacus"),
+        ({"batch": 0}, "1 to 4"),
+        ({"batch": 5}, "1 to 4"),
+        ({"threads": -1}, "-1"),
+    ],
+)
+def test_options_that_make_no_sense(tiny_bundle: Path, options: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        open_engine(tiny_bundle, **options)  # type: ignore[arg-type]
+
+
+def test_an_edited_graph_is_refused(tiny_bundle: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_bundle, copy)
+    graph = copy / "onnx/target.onnx"
+    data = bytearray(graph.read_bytes())
+    data[-1] ^= 1
+    graph.write_bytes(data)
+    with pytest.raises(EagleError, match="edited or corrupt"):
+        open_engine(copy)
+
+
+def test_a_bundle_without_head_decodes_plainly(tmp_path: Path) -> None:
+    engine = open_engine(make_bundle(tmp_path / "bare", head=False), threads=1)
+    assert engine.tree is None
+    decoded = engine.decode([engine.request("hello", max_new_tokens=5)], TreeShape.plain())
+    assert len(decoded.answers[0].tokens) == 5

@@ -1,0 +1,132 @@
+"""Whatever goes wrong while a bundle is written, nothing half-made stays and nothing old is lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bundlemaker import VOCAB, write_bundle
+from bundlewriting import fill, names, spec, write
+
+from eagle_export.writer import BundleWriter
+from eagle_run.bundle import load_bundle
+from eagle_run.errors import EagleError
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+ERRORS = [KeyboardInterrupt(), ValueError("bug"), EagleError("as it is"), SystemExit(3)]
+
+
+@pytest.mark.parametrize("old", [True, False])
+@pytest.mark.parametrize("error", ERRORS)
+def test_any_error_leaves_everything_as_it_was(tmp_path: Path, error: BaseException, old: bool) -> None:
+    def attempt() -> None:
+        with BundleWriter(tmp_path / "b", force=True) as writer:
+            fill(writer)
+            raise error
+
+    if old:
+        write_bundle(tmp_path / "b")
+    with pytest.raises(type(error)):
+        attempt()
+    assert names(tmp_path) == (["b"] if old else [])
+    if old:
+        load_bundle(tmp_path / "b")
+
+
+def raise_from(error: Exception) -> None:
+    raise RuntimeError("the exporter failed") from error
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        lambda: raise_from(FULL),
+        lambda: (_ for _ in ()).throw(FULL),
+        lambda: (_ for _ in ()).throw(ValueError("I/O error: No space left on device (os error 28)")),
+        lambda: (_ for _ in ()).throw(OSError(errno.EDQUOT, "Disk quota exceeded")),
+    ],
+)
+def test_a_full_disk_is_an_eagle_error(tmp_path: Path, fail: Any) -> None:
+    def attempt() -> None:
+        with BundleWriter(tmp_path / "b") as writer:
+            fill(writer)
+            fail()
+
+    with pytest.raises(EagleError, match="the disk is full; nothing was kept"):
+        attempt()
+    assert names(tmp_path) == []
+
+
+def test_leaving_without_finish_keeps_nothing(tmp_path: Path) -> None:
+    with BundleWriter(tmp_path / "b") as writer:
+        fill(writer)
+    assert names(tmp_path) == []
+
+
+def test_a_manifest_that_contradicts_itself_is_not_published(tmp_path: Path) -> None:
+    def attempt(change: dict[str, Any], head: dict[str, Any]) -> None:
+        with BundleWriter(tmp_path / "b", force=True) as writer:
+            rest = fill(writer) | change
+            writer.finish(**(rest | {"head": rest["head"] | head}))
+
+    write_bundle(tmp_path / "b")
+    for change, head, message in (
+        ({"tree": None}, {}, "head and tree must both be present"),
+        ({"stop_token_ids": (VOCAB,)}, {}, "pass the vocabulary"),
+        ({"novelty": 1}, {}, "unknown key 'novelty'"),
+        ({}, {"target_sha256": "d" * 64}, "another target"),
+    ):
+        with pytest.raises(EagleError, match=message):
+            attempt(change, head)
+    assert names(tmp_path) == ["b"]
+    assert (tmp_path / "b/onnx/target.onnx").read_text() == "graph of target"
+
+
+def test_graphs_must_be_written_and_typed(tmp_path: Path) -> None:
+    place = ("target", "onnx", "fp32", "onnx/target.onnx")
+    with BundleWriter(tmp_path / "b") as writer:
+        with pytest.raises(EagleError, match=r"onnx/target\.onnx: expected in the bundle"):
+            writer.add_artifact(*place, spec("target"), library_version="1")
+        writer.file("onnx/target.onnx").write_text("x")
+        with pytest.raises(EagleError, match="target graph: dtype: .*found 'complex64'"):
+            writer.add_artifact(*place, spec("target", "complex64"), library_version="1")
+
+
+def test_a_failed_rename_brings_the_old_bundle_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_bundle(tmp_path / "b")
+    real = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        if ".partial-" in self.name:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(EagleError, match="cannot be put in place: Permission denied"):
+        write(tmp_path / "b", force=True)
+    assert names(tmp_path) == ["b"]
+    assert (load_bundle(tmp_path / "b").path / "onnx/target.onnx").read_text() == "graph of target"
+
+
+def test_an_edit_between_hashing_and_finishing_is_caught(tmp_path: Path) -> None:
+    def attempt() -> None:
+        with BundleWriter(tmp_path / "b") as writer:
+            rest = fill(writer)
+            path = writer.folder / "onnx/draft.onnx"
+            path.write_text("tfard")
+            os.utime(path, ns=(0, 0))
+            writer.finish(**rest)
+
+    with pytest.raises(EagleError, match="edited or corrupt"):
+        attempt()
+    assert names(tmp_path) == []
