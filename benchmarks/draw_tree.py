@@ -65,7 +65,8 @@ def decode(bundle: str, tree: str, prompt: str, rounds: int) -> list[Round]:
         commit(session, state, shape, path, forward)
         length = int(path.length[0])
         emitted = path.tokens[0, :length].tolist()
-        seen.append(describe(engine, plan, forward, path.nodes[0, :length].tolist(), tokens, emitted[-1]))
+        accepted = path.nodes[0, :length].tolist()
+        seen.append(describe(engine, plan, forward, accepted=accepted, tokens=tokens, bonus=emitted[-1]))
         tokens += emitted
         if engine.bundle.manifest.stop_token_ids and emitted[-1] in engine.bundle.manifest.stop_token_ids:
             break
@@ -73,7 +74,7 @@ def decode(bundle: str, tree: str, prompt: str, rounds: int) -> list[Round]:
 
 
 def describe(
-    engine: Any, plan: Any, forward: Any, accepted: list[int], tokens: list[int], bonus: int
+    engine: Any, plan: Any, forward: Any, *, accepted: list[int], tokens: list[int], bonus: int
 ) -> Round:
     from tokenizers import Tokenizer
 

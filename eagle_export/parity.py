@@ -89,14 +89,16 @@ class Feed:
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Runs the graph on those of `inputs` that it takes; caches move on. Returns its other outputs."""
         tensors = {spec.name: inputs[spec.name] for spec in self.graph.spec.inputs if spec.name in inputs}
-        sizes = {
+        sizes: dict[int | str, int] = {
             axis: size
             for spec in self.graph.spec.inputs
             if spec.name in tensors
             for axis, size in zip(spec.shape, tensors[spec.name].shape, strict=True)
         }
         outputs = {
-            spec.name: torch.zeros([sizes.get(axis, axis) for axis in spec.shape], dtype=DTYPES[spec.dtype])
+            spec.name: torch.zeros(
+                [int(sizes.get(axis, axis)) for axis in spec.shape], dtype=DTYPES[spec.dtype]
+            )
             for spec in self.graph.spec.outputs
             if not spec.name.startswith("present_")
         }

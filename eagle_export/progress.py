@@ -39,7 +39,9 @@ class Report:
         from rich.progress import track
 
         start = time.perf_counter()
-        yield from track(items, description=f"  {name}", console=self.console, transient=True)
+        still = not self.console.is_terminal
+        bar = track(items, description=f"  {name}", console=self.console, transient=True, disable=still)
+        yield from bar
         self.seconds[name] = time.perf_counter() - start
         self.console.print(f"  {name:<44}{self.seconds[name]:>7.1f} s", markup=False)
 

@@ -1,4 +1,4 @@
-"""Weights on disk: finding, fetching, checking and identifying them; dequantising the demo's GGUF.
+"""Weights on disk: finding, fetching, checking and identifying them.
 
 Everything ends as a Hugging Face folder (config.json, safetensors, tokenizer), the one input of the exporter.
 """
@@ -13,10 +13,10 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle_export import gguf_llama
 from eagle_run.bundle import cache_dir, file_sha256
 from eagle_run.errors import EagleError
 
@@ -24,11 +24,6 @@ from eagle_run.errors import EagleError
 _CONVERSION = 1
 _MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 _AGAIN = "the file is damaged or incomplete; fetch it again"
-
-# How llama.cpp's names for pre-tokenizers are written in a tokenizer.json. Transformers reads the vocabulary
-# from a GGUF file but splits every byte-level text the way GPT-2 does, which joins the blanks before a digit
-# differently than the model was trained with ("\n\n1." becomes four tokens instead of three).
-_PRE_TOKENIZERS = {"gpt-2": (), "smollm": ("digits",)}
 
 
 def find_gguf(package: str, version: str, file: str) -> Path:
@@ -155,9 +150,8 @@ def fetch(hub_id: str, revision: str | None) -> Path:
 def convert_gguf(path: Path) -> Path:
     """A Hugging Face folder with the dequantised weights and the tokenizer of a GGUF file; made only once.
 
-    The weights are float32: a dequantised value is scale * level + minimum with half-precision scale and
-    minimum, whose sum needs more bits than a 16-bit type has (bf16 would round most of them). Raises
-    EagleError for a damaged file; an interrupted conversion leaves nothing behind.
+    Weights become float32, which keeps every bit. Raises EagleError for a damaged file, or one of a kind that
+    is not known; an interrupted conversion leaves nothing behind.
     """
     identity = file_identity(path)
     final = cache_dir("eagle-export") / "weights" / f"{identity[:16]}-v{_CONVERSION}"
@@ -166,13 +160,11 @@ def convert_gguf(path: Path) -> Path:
             check_folder(final)
             return final
         shutil.rmtree(final)
-    facts = _read_gguf(path)
+    reader = gguf_llama.read(path)
     with _temporary_sibling(final) as temporary:
-        _write_model(path, temporary)
-        _write_tokenizer(path, temporary, facts)
-        (temporary / "source.json").write_text(
-            json.dumps({"file": path.name, "sha256": identity}, indent=2) + "\n"
-        )
+        gguf_llama.write_folder(path, reader, temporary)
+        source = {"file": path.name, "sha256": identity}
+        (temporary / "source.json").write_text(json.dumps(source, indent=2) + "\n")
         try:
             temporary.replace(final)
         except OSError:
@@ -199,70 +191,3 @@ def _temporary_sibling(final: Path) -> Iterator[Path]:
     finally:
         if temporary != final.parent:
             shutil.rmtree(temporary, ignore_errors=True)
-
-
-@dataclass(frozen=True)
-class _GgufFacts:
-    """What Transformers leaves out when it reads a GGUF file."""
-
-    pre_tokenizer: str
-    context: int
-
-
-def _read_gguf(path: Path) -> _GgufFacts:
-    """Raises EagleError unless header and tensors are whole and the tokenizer is of a kind that is known."""
-    from gguf import GGUFReader
-
-    try:
-        fields = GGUFReader(path).fields  # reads every tensor's extent, so a truncated file fails here
-        architecture = fields["general.architecture"].contents()
-        facts = _GgufFacts(
-            str(fields["tokenizer.ggml.pre"].contents()),
-            int(fields[f"{architecture}.context_length"].contents()),
-        )
-    except Exception as error:  # the reader raises whatever numpy does
-        raise EagleError(f"{path}: not a whole GGUF file: {error}", hint=_AGAIN) from None
-    if facts.pre_tokenizer not in _PRE_TOKENIZERS:
-        raise EagleError(
-            f"{path}: pre-tokenizer {facts.pre_tokenizer!r}, expected one of {', '.join(_PRE_TOKENIZERS)}",
-            hint="use the model's Hugging Face folder instead of its GGUF file",
-        )
-    return facts
-
-
-def _write_model(path: Path, folder: Path) -> None:
-    """config.json, generation_config.json and model.safetensors (float32, tied weights once)."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    except Exception as error:
-        raise EagleError(f"{path}: Transformers cannot read this GGUF file: {error}", hint=_AGAIN) from error
-    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
-        state.pop("lm_head.weight", None)
-    if broken := sorted(name for name, tensor in state.items() if not torch.isfinite(tensor).all()):
-        raise EagleError(f"{path}: {broken[0]} holds values that are not finite", hint=_AGAIN)
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    config = model.config.to_diff_dict()
-    config.pop("quantization_config", None)  # the weights are not quantised any more
-    config["architectures"] = [type(model).__name__]
-    config["dtype"] = "float32"
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    model.generation_config.save_pretrained(folder)
-
-
-def _write_tokenizer(path: Path, folder: Path, facts: _GgufFacts) -> None:
-    """tokenizer.json and its companions, with the pre-tokenizer that the GGUF file names."""
-    from tokenizers import pre_tokenizers
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    if "digits" in _PRE_TOKENIZERS[facts.pre_tokenizer]:
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-    tokenizer.model_max_length = facts.context
-    tokenizer.save_pretrained(folder)

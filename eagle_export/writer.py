@@ -191,7 +191,9 @@ class BundleWriter:
         from safetensors.torch import save_file
 
         relative = "vocab_map.safetensors"
-        save_file({VOCAB_MAP_TENSOR: draft_to_target.long().contiguous()}, self.file(relative))
+        path = self.file(relative)
+        save_file({VOCAB_MAP_TENSOR: draft_to_target.long().contiguous()}, path)
+        path.chmod(0o644)  # safetensors writes for the owner alone; a bundle is for everyone who may see it
         return self.entry(relative)
 
     def finish(self, **fields: Any) -> Bundle:

@@ -1,4 +1,7 @@
-"""Fixtures that several folders of tests share; being here puts tests/ on the import path."""
+"""Fixtures that several folders of tests share; being here puts tests/ on the import path.
+
+`tiny_bundle` is made by hand and knows no exporter; `built_bundle` comes out of the real pipeline.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,41 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+from eagle_run.hashing import cache_dir
+
+ROOT = Path(__file__).parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--smollm2-bundle",
+        type=Path,
+        help="a built smollm2-135m-eagle3 bundle for the tests marked real (default: build one)",
+    )
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tests neither read nor write the user's cache (remembered hashes and trees)."""
+    """Tests neither read nor write the user's cache (remembered hashes and trees).
+
+    Only the dequantised demo weights are shared with it: making them takes longer than many tests.
+    """
+    cache = tmp_path_factory.mktemp("cache")
+    weights = cache_dir("eagle-export") / "weights"
+    weights.mkdir(parents=True, exist_ok=True)
+    (cache / "eagle-export").mkdir()
+    (cache / "eagle-export" / "weights").symlink_to(weights, target_is_directory=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(cache))
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Tiny tensors gain nothing from threads."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +52,62 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tinybundle import make_bundle
 
     return make_bundle(tmp_path_factory.mktemp("bundles") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Hugging Face folder of a tiny Llama."""
+    from tiny import write_target
+
+    return write_target(tmp_path_factory.mktemp("tiny") / "target")
+
+
+@pytest.fixture(scope="session")
+def tiny_head(tiny_target: Path) -> Path:
+    """An EAGLE-3 head that is accepted often, with three quarters of the vocabulary."""
+    from tiny import write_head
+
+    return write_head(tiny_target.parent / "head", tiny_target, draft_vocab=60)
+
+
+@pytest.fixture(scope="session")
+def random_head(tiny_target: Path) -> Path:
+    """An EAGLE-3 head that knows nothing."""
+    from tiny import write_head
+
+    return write_head(tiny_target.parent / "random", tiny_target, good=False)
+
+
+@pytest.fixture(scope="session")
+def eagle1_head(tiny_target: Path) -> Path:
+    """An EAGLE-1 head: no fuse graph, the target's own vocabulary and lm_head."""
+    from tiny import write_head
+
+    return write_head(tiny_target.parent / "eagle1", tiny_target, kind="eagle1")
+
+
+@pytest.fixture(scope="session")
+def built_bundle(tiny_target: Path, tiny_head: Path) -> Path:
+    """A bundle of the tiny target and its good head, built by the pipeline. Do not write into it."""
+    from tiny import build_bundle
+
+    return build_bundle(tiny_target, tiny_head, tiny_target.parent / "bundles" / "built")
+
+
+@pytest.fixture(scope="session")
+def smollm2_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo bundle: the one given, one that is newer than the exporter's code, or else a new one."""
+    given = request.config.getoption("--smollm2-bundle")
+    if given is not None:
+        return Path(given)
+    built = ROOT / "bundles" / "smollm2-135m-eagle3" / "manifest.json"
+    sources = [*ROOT.glob("eagle_export/**/*.py"), *ROOT.glob("recipes/**/*")]
+    newest = max(path.stat().st_mtime for path in sources if path.is_file())
+    if built.is_file() and built.stat().st_mtime > newest:
+        return built.parent
+    from eagle_export.build import build
+    from eagle_export.options import BuildOptions
+    from eagle_export.progress import Report
+
+    out = tmp_path_factory.mktemp("bundles") / "smollm2-135m-eagle3"
+    return build(BuildOptions(target="smollm2-135m", out=out), Report(quiet=True)).bundle.path

@@ -67,8 +67,9 @@ def walk(plan: TreePlan, logits: Tensor, settings: SettingsTensors, position: Te
 def walk_sampled(plan: TreePlan, logits: Tensor, settings: SettingsTensors, position: Tensor) -> Path:
     """Rejection sampling down a tree whose children were drawn from q (`sample_children`, `Grow.add(q=...)`).
 
-    Arguments and result as for `walk`; without levels (plain decoding) both are the same. Greedy slots accept
-    the argmax if it is a child, whatever q says. Raises ValueError for a plan grown without q.
+    Arguments and result as for `walk`; without levels (plain decoding) both are the same. In a greedy slot
+    p is all on the argmax, which is then accepted if it is a child, whatever q says. Raises ValueError for
+    a plan grown without q.
     """
     if not plan.shape.levels:
         return walk(plan, logits, settings, position)
@@ -79,16 +80,13 @@ def walk_sampled(plan: TreePlan, logits: Tensor, settings: SettingsTensors, posi
     positions = _positions(plan, position)
     last_coins = uniform(settings.seed[:, None], positions, TOKEN)  # [B, D+1]
     coins = uniform(settings.seed[:, None, None], positions[..., None], ACCEPT, ranks)  # [B, D+1, K]
-    greedy = (settings.temperature == 0)[:, None]
-    # There p is 0 or 1, so that coin 0 accepts the argmax and nothing else.
-    coins = torch.where(greedy[..., None], 0.0, coins)
 
     def decide(node: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         weights = to_weights(distribution(_pick(logits, node), settings))  # [B, V]
         if depth == plan.shape.depth:
             return torch.full_like(node, -1), draw_weights(weights, last_coins[:, depth])
         most = plan.shape.levels[depth].children
-        child, token, weights = _try_children(weights, drafted, node, coins[:, depth, :most], keep=greedy)
+        child, token, weights = _try_children(weights, drafted, node, coins[:, depth, :most])
         return child, torch.where(child >= 0, token, draw_weights(weights, last_coins[:, depth]))
 
     return _follow(decide, plan.shape.depth, torch.zeros_like(position))
@@ -110,12 +108,11 @@ def _follow(decide: Callable[[Tensor, int], tuple[Tensor, Tensor]], depth: int, 
 
 
 def _try_children(
-    weights: Tensor, drafted: SampledRows, node: Tensor, coins: Tensor, *, keep: Tensor
+    weights: Tensor, drafted: SampledRows, node: Tensor, coins: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One node of `walk_sampled`: (accepted child i64[B] or -1, its token, what is left of p as weights).
 
-    weights i64[B, V] of p, node i64[B], coins f64[B, K]. Where `keep` bool[B, 1], a rejection leaves p as
-    it is.
+    weights i64[B, V] of p, node i64[B], coins f64[B, K].
     """
     most = coins.shape[1]
     row = drafted.row_of_node[node]  # [B]
@@ -125,7 +122,7 @@ def _try_children(
     ids = drafted.draft_to_target
     inside = weights if ids is None else weights.index_select(1, ids)  # [B, Vd]
     outside = weights.sum(-1, keepdim=True) - inside.sum(-1, keepdim=True)  # [B, 1]
-    rank, left = _reject(inside.double(), outside, q, drawn, coins, keep=keep)
+    rank, left = _reject(inside.double(), outside, q, drawn, coins)
 
     child = torch.where(rank >= 0, kids.gather(1, rank.clamp(min=0)), -1).squeeze(1)
     token = drawn.gather(1, rank.clamp(min=0)).clamp(min=0).squeeze(1)
@@ -134,9 +131,7 @@ def _try_children(
     return child, ids[token], weights.index_copy(1, ids, left.long())
 
 
-def _reject(
-    p: Tensor, outside: Tensor, q: Tensor, drawn: Tensor, coins: Tensor, *, keep: Tensor
-) -> tuple[Tensor, Tensor]:
+def _reject(p: Tensor, outside: Tensor, q: Tensor, drawn: Tensor, coins: Tensor) -> tuple[Tensor, Tensor]:
     """Tries the drawn tokens in turn: (rank i64[B, 1] of the accepted one or -1, what is left of p).
 
     p f64[B, Vd]: weights on the draft's vocabulary. The rest of p, `outside` in sum i64[B, 1], can not be
@@ -158,7 +153,7 @@ def _reject(
         rest = (p - q * ratio).clamp(min=0)
         rest_mass = rest.sum(-1, keepdim=True) + outside
         # A mass below 2^-40 is rounding: p equals q, and rejects with no more than that probability.
-        rejected = tried & ~accepted & ~keep & (rest_mass > 2.0**12)
+        rejected = tried & ~accepted & (rest_mass > 2.0**12)
         p = torch.where(rejected, rest, p)
         p_mass = torch.where(rejected, rest_mass, p_mass)
         q = q.scatter(1, x, 0.0)

@@ -159,7 +159,8 @@ def open_engine(
 ) -> Engine:
     """Loads the bundle at `path` with its hashes verified.
 
-    `backend` is "auto" or "onnxruntime"; `threads` is the number inside an operator (0: one per core);
+    `backend` is "auto" or "onnxruntime"; `threads` is the number inside an operator (0: one per core), and is
+    set for torch as well, which means for the whole process;
     `batch` is how many prompts decode side by side. Without `with_draft` only plain decoding is possible,
     and the draft's memory is saved. Raises EagleError for a bad bundle and for what is not there yet.
     """
@@ -173,6 +174,8 @@ def open_engine(
         )
     if threads < 0:
         raise UsageError(f"threads is {threads}; it must be at least 0 (0: one per core)")
+    if threads:
+        torch.set_num_threads(threads)
     has_head = with_draft and bundle.manifest.head is not None
     session = Session(
         _graphs(bundle, has_head, device=device, threads=threads),

@@ -64,11 +64,13 @@ class Printer:
     texts: list[str] = field(default_factory=list)
     done: set[int] = field(default_factory=set)
     shown: int = 0
+    begun: bool = False
 
     def __post_init__(self) -> None:
         self.texts = [""] * self.count
 
     def __call__(self, piece: Piece) -> None:
+        self.begun = True
         self.texts[piece.index] += piece.text
         if not self.several:
             _write(piece.text)
@@ -80,6 +82,8 @@ class Printer:
 
     def close(self) -> None:
         """Ends the line of a single answer; shows what an interrupt left of several."""
+        if not self.begun:
+            return
         while self.several and self.shown < self.count:
             self._show()
         if not self.several and not self.texts[0].endswith("\n"):

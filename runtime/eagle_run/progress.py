@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 def questions_bar(total: int) -> Iterator[Callable[[int, float], None]]:
     """A bar over `total` pairs of runs; the function it gives takes (pairs done, speed-up so far)."""
     columns = (
-        TextColumn("questions"),
+        TextColumn("measuring"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[speedup]}"),

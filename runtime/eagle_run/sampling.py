@@ -229,9 +229,9 @@ def draw_weights(weights: Tensor, u: Tensor) -> Tensor:
     """
     cdf = weights.cumsum(-1)
     total = cdf[..., -1:]
-    goal = (u.unsqueeze(-1) * total).long().minimum(total - 1)  # rounding may not reach the end
+    goal = (u.unsqueeze(-1) * total).long()  # < total: 1 - 2^-53 times a float never rounds back up to it
     found = torch.searchsorted(cdf, goal.contiguous(), right=True)  # first token whose cdf exceeds the goal
-    return found.squeeze(-1).clamp(max=weights.shape[-1] - 1)  # only nan in the logits gets past the end
+    return found.squeeze(-1).clamp(max=weights.shape[-1] - 1)  # no weight at all, or nan, ends past the end
 
 
 def draw(p: Tensor, u: Tensor) -> Tensor:

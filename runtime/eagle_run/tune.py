@@ -14,7 +14,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from eagle_run.accept import Path
-from eagle_run.engine import Engine
+from eagle_run.engine import Decoded, Engine
 from eagle_run.environment import environment
 from eagle_run.errors import EagleError
 from eagle_run.hashing import cache_dir
@@ -34,7 +34,7 @@ from eagle_run.session import Forward, Session, State
 from eagle_run.step import accept, commit, draft, verify
 from eagle_run.tree import TreeShape
 from eagle_run.tree_spec import describe, parse_spec, spec_of
-from eagle_run.tune_model import Costs, decide, rank_paths, shortlist
+from eagle_run.tune_model import Costs, decide, interpolate, rank_paths, shortlist
 
 _ROWS = {"target": (1, 2, 4, 8, 16, 32), "draft": (1, 2, 4, 8)}
 _PROMPTS = (
@@ -107,15 +107,12 @@ def _entrants(engine: Engine, requests: list[list[Request]], rule: str, seconds:
     """Trees worth running: the two best predicted, a dynamic one of the best's size, the bundle's own."""
     session = engine.decoder.session
     most = engine.bundle.manifest.limits.max_tree_nodes
-    wide = _wide_tree(most)
-    short = [replace(request, max_new_tokens=12) for request in requests[0]]
-    plain_glue = median(time.glue for time in engine.decode(short, TreeShape.plain()).rounds)
+    target, drafting = (_forward_seconds(session, graph, most) for graph in ("target", "draft"))
+    wide = _wide_tree(target, most)
     paths, glue = _survey(engine, requests, wide, seconds / 4)
-    costs = Costs(
-        target=_forward_seconds(session, "target", most),
-        draft=_forward_seconds(session, "draft", most),
-        glue=(plain_glue, max(glue - plain_glue, 0) / len(wide.levels)),
-    )
+    short = [replace(request, max_new_tokens=8) for request in requests[0]]
+    plain_glue = median(time.glue for time in engine.decode(short, TreeShape.plain()).rounds)
+    costs = Costs(target, drafting, (plain_glue, max(glue - plain_glue, 0) / len(wide.levels)))
     found = shortlist(costs, paths, seen=wide, max_nodes=most, keep=2)
     if rule == "topk":
         best = found[0]
@@ -126,11 +123,15 @@ def _entrants(engine: Engine, requests: list[list[Request]], rule: str, seconds:
     return list(dict.fromkeys(found))
 
 
-def _wide_tree(max_nodes: int) -> TreeShape:
-    """The widest tree that the bundle allows, up to depth 4 with 4 children, all candidates verified."""
+def _wide_tree(target: Mapping[int, float], max_nodes: int) -> TreeShape:
+    """The tree whose accepted paths are noted: all candidates verified, wide but not too dear.
+
+    Wider shows more, but a verification that takes long shows it less often.
+    """
     for depth, top_k in ((4, 4), (4, 3), (3, 3), (3, 2), (2, 2)):
         nodes = 1 + top_k + (depth - 1) * top_k**2
-        if nodes <= max_nodes:
+        affordable = interpolate(target, nodes) <= 2.5 * target[1] or nodes <= 11
+        if affordable and nodes <= max_nodes:
             return TreeShape.dynamic(depth, top_k, nodes)
     return TreeShape.chain(max_nodes - 1)
 
@@ -170,7 +171,7 @@ def _round(session: Session, state: State, shape: TreeShape, kv: int) -> tuple[P
 
 
 def _forward_seconds(session: Session, graph: str, most: int) -> dict[int, float]:
-    """Median seconds of a forward by its rows, over a few hundred cached tokens."""
+    """Least seconds of a few forwards by rows, over a few hundred cached tokens: what else runs only adds."""
     kv = kv_bucket(256, session.cache_rows)
     found = {}
     for rows in _ROWS[graph]:
@@ -181,7 +182,7 @@ def _forward_seconds(session: Session, graph: str, most: int) -> dict[int, float
             if not name.startswith("past_"):  # those are the cache itself
                 tensor.fill_(name == "tree_mask")
         first = _seconds(session, forward)  # binds and warms up; it also says how many more there is time for
-        found[rows] = median(_seconds(session, forward) for _ in range(max(1, min(5, int(0.5 / first)))))
+        found[rows] = min(_seconds(session, forward) for _ in range(max(1, min(5, int(0.5 / first)))))
     return found
 
 
@@ -196,7 +197,7 @@ def _seconds(session: Session, forward: Forward) -> float:
 def _heats(
     engine: Engine, shapes: list[TreeShape], requests: list[list[Request]], rule: str, seconds: float
 ) -> dict[TreeShape, list[float]]:
-    """Tokens per second over plain decoding's, per heat. All run each prompt in turn; the slower drop out.
+    """Rates over plain decoding's, per heat. All run each prompt in turn; the slower drop out.
 
     Three heats at least; a slow model gets no more when the time is over.
     """
@@ -210,7 +211,7 @@ def _heats(
         running = running[heat % len(running) :] + running[: heat % len(running)]
         short = [replace(request, max_new_tokens=tokens) for request in group]
         start = time.perf_counter()
-        rates = {shape: engine.decode(short, shape, rule=rule).stats.tokens_per_second for shape in running}
+        rates = {shape: _rate(engine.decode(short, shape, rule=rule)) for shape in running}
         spent = (time.perf_counter() - start) / len(running)
         for shape, values in ratios.items():
             values.append(rates[shape] / rates[TreeShape.plain()])
@@ -220,6 +221,12 @@ def _heats(
         # What is left of the time, spread over the runs to come.
         tokens = max(8, min(48, int(tokens * 0.6 * seconds / len(requests) / (len(ratios) + 1) / spent)))
     return ratios
+
+
+def _rate(decoded: Decoded) -> float:
+    """Tokens per second of the median round: one that something else disturbed does not count."""
+    seconds = median(time.draft + time.verify + time.glue for time in decoded.rounds)
+    return decoded.stats.tokens_per_round / seconds
 
 
 def _key(engine: Engine, sampling: SamplingSettings, rule: str) -> str:

@@ -1,13 +1,21 @@
-"""The acceptance rules in exact rational arithmetic: every outcome of every coin, with its probability.
+"""The acceptance rules in exact rational arithmetic, and a toy pair of models to run the real ones on.
 
-Slow and obvious on purpose. A model is a function from the tokens after the root to a distribution, a list of
-Fractions over the vocabulary; a tree is a parent table as in TreeShape.static.
+Slow and obvious on purpose: every outcome of every coin, with its probability. A model is a function from
+the tokens after the root to a distribution, a list of Fractions over the vocabulary; a tree is a parent
+table as in TreeShape.static.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from eagle_run.accept import Path, walk, walk_sampled
+from eagle_run.sampling import SettingsTensors, sample_children
+from eagle_run.tree import TreePlan, TreeShape, TreeTables, expand, start
 
 Dist = list[Fraction]
 Tokens = tuple[int, ...]
@@ -102,3 +110,50 @@ def completed(outcomes: Outcomes, target: Model, length: int) -> Outcomes:
 def joint(target: Model, length: int) -> Outcomes:
     """The target's own distribution over `length` tokens: what every rule must emit."""
     return completed({(): Fraction(1)}, target, length)
+
+
+class Toy:
+    """A target and a draft whose logits depend on the last token alone; the draft lacks one token."""
+
+    def __init__(self, seed: int, vocab: int = 6, agreement: float = 0.7) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.target = torch.randn(vocab, vocab, generator=generator) * 1.5
+        self.target.fill_diagonal_(-3.0)  # or greedy decoding would soon repeat one token
+        self.ids = torch.tensor([4, 1, 0, 5, 2])  # target token 3 can not be drafted
+        noise = torch.randn(vocab, len(self.ids), generator=generator) * 1.5
+        self.draft = agreement * self.target[:, self.ids] + (1 - agreement) * noise
+
+    def grow(
+        self, tables: TreeTables, root: Tensor, s: SettingsTensors, position: Tensor, *, sampled: bool
+    ) -> TreePlan:
+        grow = start(tables, root, self.ids)
+        for level in tables.shape.levels:
+            logits = self.draft[grow.frontier.input_ids]
+            if sampled:
+                tokens, q = sample_children(logits, level.children, s, position + level.depth)
+                grow = grow.add(tokens, q=q)
+            else:
+                tokens, scores = expand(logits.log_softmax(-1), grow.frontier.scores, level.children)
+                grow = grow.add(tokens, scores)
+        return grow.plan()
+
+    def round(
+        self, tables: TreeTables, root: Tensor, s: SettingsTensors, position: Tensor, *, sampled: bool
+    ) -> Path:
+        plan = self.grow(tables, root, s, position, sampled=sampled)
+        rule = walk_sampled if sampled else walk
+        return rule(plan, self.target[plan.tokens], s, position)
+
+
+def decode(toy: Toy, shape: TreeShape, s: SettingsTensors, length: int, *, sampled: bool = False) -> Tensor:
+    """Rounds until every slot has `length` tokens: i64[B, length]."""
+    tables = TreeTables.build(shape)
+    batch = s.seed.shape[0]
+    root, position = torch.arange(batch) % 6, torch.arange(batch) % 5 + 10
+    tokens: list[list[int]] = [[] for _ in range(batch)]
+    while min(map(len, tokens)) < length:
+        path = toy.round(tables, root, s, position, sampled=sampled)
+        for slot, count in enumerate(path.length.tolist()):
+            tokens[slot] += path.tokens[slot, :count].tolist()
+        root, position = path.root, position + path.length
+    return torch.tensor([line[:length] for line in tokens])

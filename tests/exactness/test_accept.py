@@ -21,7 +21,9 @@ from reference import (
     Dist,
     Model,
     Tokens,
+    Toy,
     completed,
+    decode,
     draws,
     followed_outcomes,
     joint,
@@ -38,15 +40,13 @@ from eagle_run.accept import Path, walk, walk_sampled
 from eagle_run.rng import TOKEN, uniform
 from eagle_run.sampling import (
     SamplingSettings,
-    SettingsTensors,
     distribution,
     draft_distribution,
     draw,
-    sample_children,
     stack,
     to_weights,
 )
-from eagle_run.tree import TreePlan, TreeShape, TreeTables, expand, start
+from eagle_run.tree import TreePlan, TreeShape, TreeTables, start
 
 _ALMOST_ONE = 1 - 2.0**-53
 _TREES: list[Tokens] = [(-1, 0), (-1, 0, 0), (-1, 0, 1), (-1, 0, 0, 1, 1), (-1, 0, 0, 0, 2)]
@@ -198,46 +198,26 @@ def test_a_token_of_probability_zero_is_never_emitted(coin: float, monkeypatch: 
             tokens = torch.tensor([[t if t >= 0 and q[t] > 0 else -1 for t in drawn]])
             order = (tokens < 0).long().argsort(stable=True)  # missing children come last
             plan = start(tables, torch.tensor([0])).add(tokens.gather(1, order), q=torch.tensor([[q]])).plan()
-            path = walk_sampled(
-                plan, logits.expand(1, 4, -1), stack([SamplingSettings(1.0)]), torch.tensor([0])
-            )
+            path = walk_sampled(plan, logits.expand(1, 4, -1), s, torch.tensor([0]))
             assert path.tokens[0, 0] == 1
 
 
+def test_rounding_where_p_equals_q_leaves_something_to_draw() -> None:
+    """The largest coin may reject by rounding when p and q are the same: then nothing is left of p - q."""
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randint(1, 2**30, (5000, 3), generator=generator).double() * torch.tensor([0.0, 1.0, 1.0])
+    scale = torch.randint(1, 99, (5000, 2), generator=generator).double()
+    p, q = w * scale[:, :1] * 2.0**14, w * scale[:, 1:] * 2.0**-40  # proportional, so equal once normalised
+    drawn, coins = torch.tensor([[1, 2]]).expand(5000, -1), torch.full((5000, 2), _ALMOST_ONE)
+    nothing = torch.zeros(5000, 1, dtype=torch.int64)
+    for tries in (1, 2):
+        rank, left = accept._reject(p, nothing, q, drawn[:, :tries], coins[:, :tries].double())
+        assert (rank != 0).any()  # it does happen
+        assert (left.sum(1) > 2**12).all()
+        assert not left[:, 0].any()  # and where p = 0 nothing has come up
+
+
 # --- whole walks over many slots, with real coins -----------------------------------------------------------
-
-
-class Toy:
-    """A target and a draft whose logits depend on the last token alone; the draft lacks some target tokens."""
-
-    def __init__(self, seed: int, vocab: int = 6, agreement: float = 0.7) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.target = torch.randn(vocab, vocab, generator=generator) * 1.5
-        self.target.fill_diagonal_(-3.0)  # or greedy decoding would soon repeat one token
-        self.ids = torch.tensor([4, 1, 0, 5, 2])  # target token 3 can not be drafted
-        noise = torch.randn(vocab, len(self.ids), generator=generator) * 1.5
-        self.draft = agreement * self.target[:, self.ids] + (1 - agreement) * noise
-
-    def grow(
-        self, tables: TreeTables, root: Tensor, s: SettingsTensors, position: Tensor, *, sampled: bool
-    ) -> TreePlan:
-        grow = start(tables, root, self.ids)
-        for level in tables.shape.levels:
-            logits = self.draft[grow.frontier.input_ids]
-            if sampled:
-                tokens, q = sample_children(logits, level.children, s, position + level.depth)
-                grow = grow.add(tokens, q=q)
-            else:
-                tokens, scores = expand(logits.log_softmax(-1), grow.frontier.scores, level.children)
-                grow = grow.add(tokens, scores)
-        return grow.plan()
-
-    def round(
-        self, tables: TreeTables, root: Tensor, s: SettingsTensors, position: Tensor, *, sampled: bool
-    ) -> Path:
-        plan = self.grow(tables, root, s, position, sampled=sampled)
-        rule = walk_sampled if sampled else walk
-        return rule(plan, self.target[plan.tokens], s, position)
 
 
 def pvalue(counts: Tensor, p: Tensor) -> float:
@@ -258,27 +238,25 @@ _SHAPES = [TreeShape.chain(2), TreeShape.static((-1, 0, 0, 0, 1, 1, 2)), TreeSha
 )
 @pytest.mark.parametrize("one", [SamplingSettings(0.8), SamplingSettings(1.2, min_p=0.12)])
 def test_emitted_tokens_follow_p(shape: TreeShape, sampled: bool, one: SamplingSettings) -> None:
-    toy, slots = Toy(7), 40_000
+    toy, slots = Toy(8, agreement=0.5), 40_000
     s = replace(stack([one] * slots), seed=torch.arange(slots))
     root, position = torch.full((slots,), 2), torch.full((slots,), 31)
     path = toy.round(TreeTables.build(shape), root, s, position, sampled=sampled)
     p = distribution(toy.target, stack([one] * len(toy.target)))  # [last token, next token]
-    before = [root, *path.tokens.unbind(1)]
-    values = []
-    for place in range(shape.depth + 1):
-        for last in range(len(p)):
-            here = (path.length > place) & (before[place] == last)
-            if here.sum() > 200:
-                counts = torch.bincount(path.tokens[here, place], minlength=len(p))
-                values.append(pvalue(counts, p[last]))
-    assert len(values) >= 3
+    before = torch.cat([root[:, None], path.tokens], 1)
+    values = []  # one a node and token before: whatever was accepted up to there, p follows
+    for place, node, last in product(range(shape.depth + 1), range(shape.nodes), range(len(p))):
+        here = (path.length > place) & (path.nodes[:, place] == node) & (before[:, place] == last)
+        if here.sum() > 300:
+            values.append(pvalue(torch.bincount(path.tokens[here, place], minlength=len(p)), p[last]))
+    assert path.nodes.unique().tolist() == list(range(shape.nodes))  # no node was left out
+    assert len(values) >= shape.nodes
     assert min(values) > 1e-3 / len(values)
-    assert (path.length > shape.depth).sum() > 200  # whole paths are accepted, too
 
 
 def test_chi_square_sees_a_wrong_q() -> None:
     """The check above has teeth: accepting against another q than the children were drawn from fails it."""
-    toy, slots = Toy(7), 40_000
+    toy, slots = Toy(8, agreement=0.5), 40_000
     s = replace(stack([SamplingSettings(0.8)] * slots), seed=torch.arange(slots))
     root, position = torch.full((slots,), 2), torch.full((slots,), 31)
     plan = toy.grow(TreeTables.build(_SHAPES[1]), root, s, position, sampled=True)
@@ -287,20 +265,6 @@ def test_chi_square_sees_a_wrong_q() -> None:
     path = walk_sampled(plan, toy.target[plan.tokens], s, position)
     p = distribution(toy.target[2:3], stack([SamplingSettings(0.8)]))[0]
     assert pvalue(torch.bincount(path.tokens[:, 0], minlength=6), p) < 1e-9
-
-
-def decode(toy: Toy, shape: TreeShape, s: SettingsTensors, length: int, *, sampled: bool = False) -> Tensor:
-    """Rounds until every slot has `length` tokens: i64[B, length]."""
-    tables = TreeTables.build(shape)
-    batch = s.seed.shape[0]
-    root, position = torch.arange(batch) % 6, torch.arange(batch) % 5 + 10
-    tokens: list[list[int]] = [[] for _ in range(batch)]
-    while min(map(len, tokens)) < length:
-        path = toy.round(tables, root, s, position, sampled=sampled)
-        for slot, count in enumerate(path.length.tolist()):
-            tokens[slot] += path.tokens[slot, :count].tolist()
-        root, position = path.root, position + path.length
-    return torch.tensor([line[:length] for line in tokens])
 
 
 _MIXED = [

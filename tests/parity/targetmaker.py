@@ -1,7 +1,7 @@
 """Tiny random targets of every supported family, and what Transformers itself says about them.
 
-The reference for a row is never a tree: it is Transformers' own forward over the plain sequence of tokens that
-lead to that row, without cache and without any of our code.
+The reference for a row is never a tree: it is Transformers' own forward over the plain sequence of tokens
+that lead to that row, without cache and without any of our code.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Runner:
     def __call__(
         self, ids: Tensor, positions: Tensor, mask: Tensor, write: Tensor, index: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """ids, positions [B, T]; mask [B, 1, T, KV]; write [B]; index [B, R] -> logits [B, R, V], features."""
+        """ids, positions [B, T]; mask [B, 1, T, KV]; write [B]; index [B, R] -> logits and features."""
         width = int(self._graph.spec.outputs[1].shape[2])
         dtype = getattr(torch, self._graph.spec.outputs[1].dtype)
         out = {
@@ -141,7 +141,7 @@ class Runner:
     def tree(
         self, tokens: Sequence[Sequence[int]], parents: Sequence[int], start: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """One forward over a tree (parents[0] = -1, parents before children) rooted at row `start` of each."""
+        """One forward over a tree (parents[0] is -1, parents before children) rooted at row `start`."""
         ids, write = torch.tensor(tokens), torch.tensor(start)
         paths = [path_of(parents, node) for node in range(len(parents))]
         depth = torch.tensor([len(path) - 1 for path in paths])

@@ -43,7 +43,9 @@ def test_tree_rows_equal_plain_sequences(kind: str, models: dict[str, Any]) -> N
     prefixes = [tokens_of(9, seed=2), tokens_of(4, seed=3)]
     run = runner(models[kind], 2)
     run.extend([prefixes[0][:4], prefixes[1]], [0, 0])
-    run.extend([prefixes[0][4:], tokens_of(5, seed=4)], [4, 4])  # what the second one gets here is overwritten
+    run.extend(
+        [prefixes[0][4:], tokens_of(5, seed=4)], [4, 4]
+    )  # what the second one gets here is overwritten
     trees = [tokens_of(len(PARENTS), seed=5), tokens_of(len(PARENTS), seed=6)]
     found = run.tree(trees, PARENTS, [9, 4])
     expected = {

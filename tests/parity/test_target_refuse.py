@@ -1,4 +1,4 @@
-"""Targets that the graph would compute wrongly, or that are not there in full, are refused with the reason."""
+"""Targets that the graph would compute wrongly, or that are not there in full, are refused with a reason."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def test_supported_families_pass(kind: str) -> None:
             Qwen3Config(use_sliding_window=True, sliding_window=100, max_window_layers=4),
             "sliding window of 100 tokens",
         ),
-        (LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "'dynamic'"),
+        (
+            LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            "'dynamic'",
+        ),
         (LlamaConfig(rope_parameters=LONG, hidden_size=64, num_attention_heads=4), "'longrope'"),
         (LlamaConfig(max_position_embeddings=255), "255"),
     ],

@@ -203,14 +203,15 @@ def test_plain_is_the_root_alone() -> None:
     assert TreeShape.plain().cache_rows == 1
 
 
-def test_all_children_of_one_path_can_outrank_everything() -> None:
+def test_a_child_never_outranks_its_parent() -> None:
     """A draft that is sure of one path: rounding must not put a child before its parent."""
 
     def sure(path: Path) -> list[float]:
         return [1e-9 if token == len(path) else -30.0 - token for token in range(VOCAB)]  # logq above 0
 
-    plan = grow_tree([sure], TreeShape.dynamic(4, 3, 5), None)
-    check_plan(plan, 0, [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3)], None)
+    for nodes in (2, 3, 5):
+        plan = grow_tree([sure], TreeShape.dynamic(4, 3, nodes), None)
+        check_plan(plan, 0, [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3)][: nodes - 1], None)
 
 
 def test_ties_go_to_the_shallower() -> None:

@@ -98,7 +98,7 @@ def test_graphs_must_be_written_and_typed(tmp_path: Path) -> None:
         with pytest.raises(EagleError, match=r"onnx/target\.onnx: expected in the bundle"):
             writer.add_artifact(*place, spec("target"), library_version="1")
         writer.file("onnx/target.onnx").write_text("x")
-        with pytest.raises(EagleError, match="target graph: dtype: .*found 'complex64'"):
+        with pytest.raises(EagleError, match=r"target graph: dtype: .*found 'complex64'"):
             writer.add_artifact(*place, spec("target", "complex64"), library_version="1")
 
 

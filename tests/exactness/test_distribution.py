@@ -1,0 +1,186 @@
+"""The whole loop at T > 0 gives the target's own distribution: counted answers against enumerated ones.
+
+A tiny target with 8 tokens; the joint distribution of the first 3 tokens after a prompt (512 outcomes) is
+enumerated with Transformers, then some ten thousand answers, each with its own seed, are compared with it by a
+chi-square test. Seeds are fixed, so a result here never changes by chance.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chi2
+from tiny import Sizes, answers_of, eager_decoder, modules_of, write_head, write_target
+from torch import Tensor
+
+import eagle_run.step
+from eagle_export.reference import Modules
+from eagle_run.loop import Decoder, Request, Stats
+from eagle_run.sampling import SamplingSettings
+from eagle_run.tree import TreeShape
+
+VOCAB, TOKENS, SLOTS, GROUPS = 8, 3, 2048, 6
+PROMPT = (3, 1, 6, 2)
+SIZES = Sizes(vocab=VOCAB, layers=3, hidden=16, heads=2, kv_heads=1, inner=24)
+SHAPES = {
+    "plain": TreeShape.plain(),
+    "dynamic": TreeShape.dynamic(2, 3, 7),
+    "static": TreeShape.static((-1, 0, 0, 0, 1, 1, 2)),
+    "chain": TreeShape.chain(3),
+}
+SETTINGS = {
+    "T=1": {"temperature": 1.0},
+    "T=0.7": {"temperature": 0.7},
+    "filters": {"temperature": 1.4, "top_k": 6, "top_p": 0.9},
+}
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Modules:
+    folder = tmp_path_factory.mktemp("distribution")
+    target = write_target(folder / "target", SIZES, seed=4)
+    return modules_of(target, write_head(folder / "head", target, draft_vocab=6))
+
+
+@pytest.fixture(scope="module")
+def decoder(modules: Modules) -> Decoder:
+    return eager_decoder(modules, batch=SLOTS, max_seq_len=16, extra_rows=16)
+
+
+def filtered(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """Probabilities f64 [V], written as a person would: sort, cut, normalise."""
+    p = torch.softmax(logits.double() / temperature, -1)
+    order = p.argsort(descending=True).tolist()
+    if top_k:
+        order = order[:top_k]
+    kept, mass, whole = [], 0.0, float(p[order].sum())
+    for token in order:
+        if mass >= top_p * whole:
+            break
+        kept.append(token)
+        mass += float(p[token])
+    cut = torch.zeros_like(p)
+    cut[kept] = p[kept]
+    return cut / cut.sum()
+
+
+def enumerated(modules: Modules, settings: dict[str, Any]) -> dict[tuple[int, ...], float]:
+    """Probability of each possible answer of TOKENS tokens, by Transformers' own forward."""
+    joint: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(TOKENS):
+        ids = torch.tensor([[*PROMPT, *answer] for answer in joint])
+        with torch.no_grad():
+            logits = modules.model(ids).logits[:, -1]
+        joint = {
+            (*answer, token): mass * float(p[token])
+            for (answer, mass), p in zip(
+                joint.items(), [filtered(row, **settings) for row in logits], strict=True
+            )
+            for token in range(VOCAB)
+        }
+    return joint
+
+
+def counted(
+    decoder: Decoder, settings: dict[str, Any], shape: TreeShape, rule: str, stats: Stats
+) -> Counter[tuple[int, ...]]:
+    requests = [
+        Request(PROMPT, SamplingSettings(seed=1000 + i, **settings), max_new_tokens=TOKENS)
+        for i in range(SLOTS * GROUPS)
+    ]
+    return Counter(answer.tokens for answer in answers_of(decoder, requests, shape, rule=rule, stats=stats))
+
+
+def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
+    """Chi-square test; outcomes expected fewer than 5 times are pooled, impossible ones must not occur."""
+    total = sum(counts.values())
+    assert not [answer for answer in counts if expected[answer] == 0.0]
+    statistic, pooled_seen, pooled_mass, cells = 0.0, 0, 0.0, 0
+    for answer, mass in expected.items():
+        if mass * total < 5:
+            pooled_seen += counts[answer]
+            pooled_mass += mass
+            continue
+        statistic += (counts[answer] - mass * total) ** 2 / (mass * total)
+        cells += 1
+    if pooled_mass * total >= 5:
+        statistic += (pooled_seen - pooled_mass * total) ** 2 / (pooled_mass * total)
+        cells += 1
+    assert cells > 30  # fewer would say little
+    return float(chi2.sf(statistic, cells - 1))
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("plain", "topk"), ("dynamic", "topk"), ("static", "topk"), ("static", "sampled"), ("chain", "sampled")],
+)
+def test_the_loop_has_the_targets_distribution(
+    name: str, rule: str, settings: dict[str, Any], modules: Modules, decoder: Decoder
+) -> None:
+    stats = Stats()
+    counts = counted(decoder, settings, SHAPES[name], rule, stats)
+    assert p_value(counts, enumerated(modules, settings)) > 1e-3
+    if name != "plain":  # drafts were accepted and rejected, so both branches took part
+        assert 0.15 < stats.acceptance_by_depth[0] < 0.95
+
+
+def test_seeds_give_the_answers_of_plain_decoding(decoder: Decoder) -> None:
+    """With top-k drafts every one of these answers, not only their distribution, is plain decoding's."""
+    requests = [
+        Request(PROMPT, SamplingSettings(temperature=1.0, seed=seed), max_new_tokens=6)
+        for seed in range(SLOTS)
+    ]
+    wanted = answers_of(decoder, requests, SHAPES["plain"])
+    for name in ("dynamic", "static", "chain"):
+        assert answers_of(decoder, requests, SHAPES[name]) == wanted
+
+
+def _uniform_q(tokens: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Children drawn from q, but accepted as if they had been drawn evenly."""
+    return tokens, torch.full_like(q, 1 / q.shape[-1])
+
+
+def _shifted(tokens: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Other children than were drawn."""
+    return (tokens + 1) % q.shape[-1], q
+
+
+@pytest.mark.parametrize("fault", [_uniform_q, _shifted])
+def test_a_wrong_q_is_noticed(
+    fault: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    modules: Modules,
+    decoder: Decoder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The test above can fail: drafts that are not what the acceptance believes shift the distribution."""
+    true = eagle_run.step.sample_children
+    monkeypatch.setattr(eagle_run.step, "sample_children", lambda *arguments: fault(*true(*arguments)))
+    counts = counted(decoder, SETTINGS["T=1"], SHAPES["static"], "sampled", Stats())
+    assert p_value(counts, enumerated(modules, SETTINGS["T=1"])) < 1e-6
+
+
+def test_another_temperature_is_noticed(modules: Modules, decoder: Decoder) -> None:
+    counts = counted(decoder, {"temperature": 0.9}, SHAPES["dynamic"], "topk", Stats())
+    assert p_value(counts, enumerated(modules, SETTINGS["T=1"])) < 1e-6
+
+
+def test_enumeration_sums_to_one(modules: Modules) -> None:
+    for settings in SETTINGS.values():
+        joint = enumerated(modules, settings)
+        assert set(joint) == set(product(range(VOCAB), repeat=TOKENS))
+        assert sum(joint.values()) == pytest.approx(1.0)
+
+
+def test_headless_target_too(tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target", SIZES, seed=4)
+    modules = modules_of(target)
+    decoder = eager_decoder(modules, batch=SLOTS, max_seq_len=16, extra_rows=16)
+    counts = counted(decoder, SETTINGS["T=1"], SHAPES["plain"], "topk", Stats())
+    assert p_value(counts, enumerated(modules, SETTINGS["T=1"])) > 1e-3

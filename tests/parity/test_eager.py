@@ -1,0 +1,119 @@
+"""EagerGraph keeps the Graph protocol: bound tensors in and out, caches in place, wrong bindings refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from headmaker import RECIPES, make_head
+from targetmaker import ROWS, make_model
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from eagle_export.eager import EagerGraph, draft_graph, fuse_graph, target_graph
+from eagle_export.graphs.draft import export_draft
+from eagle_export.graphs.fuse import export_fuse
+from eagle_export.heads import load_head
+from eagle_export.models.head import build_head
+from eagle_export.models.target import TargetModule
+from eagle_run.backends.base import Graph, GraphSpec, TensorSpec
+from eagle_run.errors import EagleError
+
+torch.set_num_threads(1)
+
+
+class Count(nn.Module):
+    """sum of the first input and of a cache to which it is added in place."""
+
+    def forward(self, x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
+        past += x
+        return x + past, past
+
+
+SPEC = GraphSpec(
+    "draft",
+    (TensorSpec("x", "float32", ("B", 2)), TensorSpec("past_key.0", "float32", ("B", 2))),
+    (TensorSpec("y", "float32", ("B", 2)), TensorSpec("present_key.0", "float32", ("B", 2))),
+)
+
+
+def bindings(batch: int = 3) -> dict[str, Tensor]:
+    cache = torch.zeros(batch, 2)
+    return {
+        "x": torch.ones(batch, 2),
+        "past_key.0": cache,
+        "y": torch.zeros(batch, 2),
+        "present_key.0": cache,
+    }
+
+
+def test_run_reads_inputs_and_writes_outputs_each_time() -> None:
+    tensors = bindings()
+    run = EagerGraph(Count(), SPEC).bind(tensors)
+    assert tensors["y"].sum() == 0  # binding alone runs nothing
+    run()
+    assert torch.equal(tensors["y"], torch.full((3, 2), 2.0))
+    tensors["x"].fill_(5.0)
+    run()
+    assert torch.equal(tensors["past_key.0"], torch.full((3, 2), 6.0))
+    assert torch.equal(tensors["y"], torch.full((3, 2), 11.0))
+
+
+def test_outputs_carry_no_gradient() -> None:
+    layer = nn.Linear(2, 2)
+    spec = GraphSpec("fuse", SPEC.inputs[:1], SPEC.outputs[:1])
+    tensors = {"x": torch.ones(3, 2), "y": torch.zeros(3, 2)}
+    EagerGraph(layer, spec).bind(tensors)()
+    assert not tensors["y"].requires_grad
+    torch.testing.assert_close(tensors["y"], layer(tensors["x"]).detach())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"y": None}, "y"),
+        ({"other": torch.zeros(1)}, "other"),
+        ({"x": torch.ones(3, 2, dtype=torch.float64)}, "float32"),
+        ({"x": torch.ones(3, 3)}, "x"),
+        ({"y": torch.zeros(4, 2)}, "B"),
+    ],
+)
+def test_wrong_bindings_are_refused(change: dict[str, Tensor | None], reason: str) -> None:
+    tensors = {name: tensor for name, tensor in (bindings() | change).items() if tensor is not None}
+    with pytest.raises(EagleError, match=reason):
+        EagerGraph(Count(), SPEC).bind(tensors)
+
+
+@pytest.mark.parametrize("kind", ["eagle3-specforge", "eagle1-bias"])
+def test_head_graphs_have_the_signature_of_the_exported_ones(kind: str, tmp_path: Path) -> None:
+    head = make_head(RECIPES[kind])
+    fuse, draft = build_head(
+        load_head(head.write(tmp_path / "head"), head.target), head.embedding, head.lm_head
+    )
+    assert draft_graph(draft, ROWS).spec == export_draft(draft, tmp_path / "draft.onnx", cache_rows=ROWS)
+    if fuse is not None:
+        assert fuse_graph(fuse).spec == export_fuse(fuse, tmp_path / "fuse.onnx")
+
+
+def fake_bindings(graph: Graph) -> dict[str, Tensor]:
+    sizes = {"B": 2, "T": 3, "R": 2, "KV": 8}
+    tensors: dict[str, Any] = {}
+    for tensor in (*graph.spec.inputs, *graph.spec.outputs):
+        shape = [sizes[size] if isinstance(size, str) else size for size in tensor.shape]
+        past = tensor.name.replace("present", "past")
+        tensors[tensor.name] = tensors.get(past, torch.zeros(shape, dtype=getattr(torch, tensor.dtype)))
+    return tensors
+
+
+def test_all_three_graphs_run_on_fake_tensors(tmp_path: Path) -> None:
+    """No host read and no data-dependent shape: under FakeTensorMode either would raise."""
+    head = make_head(RECIPES["eagle3-specforge"])
+    loaded = load_head(head.write(tmp_path / "head"), head.target)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fuse, draft = build_head(loaded, head.embedding, head.lm_head)
+        assert fuse is not None
+        target = TargetModule(make_model("llama"), (1,))
+        for graph in (target_graph(target, ROWS), fuse_graph(fuse), draft_graph(draft, ROWS)):
+            graph.bind(fake_bindings(graph))()
