@@ -200,27 +200,31 @@ class _Slot:
         self._stop = StopStrings(request.stop_strings)
 
     def take(self, tokens: Sequence[int]) -> Piece:
-        """Cuts a round's tokens at the first stop token and at the room left, and turns them into text."""
+        """Keeps a round's tokens up to the first that ends the answer, and turns them into text.
+
+        Token by token: where a stop string ends must not depend on how tokens were grouped into rounds.
+        """
         kept: list[int] = []
+        text = ""
         for token in tokens[: self.room]:
             kept.append(token)
             if token in self.request.stop_tokens:
                 self.finish_reason = "stop"
+            else:
+                text += self._text(token)
+            if self.finish_reason is not None:
                 break
         self.room -= len(kept)
-        text = self._text(kept)
         if self.finish_reason is None and self.room == 0:
             self.finish_reason = "length"
-            text += self._rest()
-        elif self.finish_reason == "stop":
+        if self.finish_reason is not None:
             text += self._rest()
         return Piece(self.index, tuple(kept), text, self.finish_reason)
 
-    def _text(self, tokens: Sequence[int]) -> str:
+    def _text(self, token: int) -> str:
         if self._detokenizer is None:
             return ""
-        shown = [token for token in tokens if token not in self.request.stop_tokens]
-        text, stopped = self._stop.push(self._detokenizer.push(shown))
+        text, stopped = self._stop.push(self._detokenizer.push([token]))
         if stopped:
             self.finish_reason = "stop"
         return text

@@ -198,23 +198,29 @@ def _threshold(bits: Tensor, weights: Tensor, target: Tensor) -> Tensor:
     """The largest t with sum(weights where bits >= t) >= target.
 
     bits i32 and weights i64 [..., V], target i64 [..., 1], 1 <= target <= sum(weights) -> i32 [..., 1]. Radix
-    selection in two histograms (float32 up to 1.0 has 30 bits): find the bin that holds the target, then look
-    inside it. On a CPU several times faster than a sort or 31 bisections, on a GPU a handful of kernels.
+    selection over the 30 bits of a float32 up to 1.0: a histogram of the first digit finds the bin that holds
+    the target, the next digit is looked up inside it. On a CPU several times faster than a sort or 31
+    bisections, on a GPU a handful of kernels. A small vocabulary takes small digits: a histogram costs too.
     """
+    digit = 15 if bits.shape[-1] >= 4096 else 10 if bits.shape[-1] >= 512 else 6
     allowed = weights.sum(-1, keepdim=True) - target  # most weight that may lie below t
-    high = _bin_of((bits >> 15).long(), weights, allowed, bins=1 << 15)
-    base = (high << 15).int()
-    # 4096 bins take what lies below `base` (any of them: one would be a bottleneck), the last what lies above
-    place = (bits - (base - 4096)).maximum(bits & 4095).clamp(max=4096 + (1 << 15))
-    low = _bin_of(place.long(), weights, allowed, bins=4096 + (1 << 15) + 1)
-    return base - 4096 + low.int()
+    shift = 30 - digit
+    prefix = _bin_of(bits >> shift, weights, allowed, bins=1 << digit) << shift
+    spare = min(1 << digit, 4096)  # bins for what lies below the prefix: one alone would be a bottleneck
+    while shift:
+        shift -= digit
+        place = (bits - (prefix - (spare << shift))) >> shift  # the digit, from bin `spare` on
+        place = place.maximum(bits & (spare - 1)).clamp(max=spare + (1 << digit))  # the last: all above
+        found = _bin_of(place, weights, allowed, bins=spare + (1 << digit) + 1)
+        prefix = prefix + ((found - spare) << shift)
+    return prefix
 
 
 def _bin_of(place: Tensor, weights: Tensor, allowed: Tensor, *, bins: int) -> Tensor:
-    """The last bin whose lower neighbours together weigh at most `allowed`: i64 [..., 1]."""
+    """The last bin whose lower neighbours together weigh at most `allowed` i64 [..., 1]: i32 [..., 1]."""
     histogram = torch.zeros(*place.shape[:-1], bins, dtype=torch.int64, device=place.device)
-    below = histogram.scatter_add(-1, place, weights).cumsum(-1)
-    return torch.searchsorted(below, allowed, right=True)
+    below = histogram.scatter_add(-1, place.long(), weights).cumsum(-1)
+    return torch.searchsorted(below, allowed, right=True, out_int32=True)
 
 
 def to_weights(p: Tensor) -> Tensor:

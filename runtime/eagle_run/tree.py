@@ -406,12 +406,8 @@ def start(tables: TreeTables, root: Tensor, draft_to_target: Tensor | None = Non
     """A tree with only its root: i64[B] target ids. draft_to_target i64[Vd] holds absolute target ids."""
     batch, rows = root.shape[0], tables.shape.draft_rows
     nothing = root.new_zeros(batch, 1)
-    frontier = Frontier(
-        input_ids=root[:, None],
-        parent_rows=nothing,
-        mask=torch.zeros(batch, 1, rows, dtype=torch.bool, device=root.device),
-        scores=nothing.float(),
-    )
+    mask = torch.zeros(batch, 1, rows, dtype=torch.bool, device=root.device)
+    frontier = Frontier(input_ids=root[:, None], parent_rows=nothing, mask=mask, scores=nothing.float())
     return Grow(tables, root, draft_to_target, frontier)
 
 
@@ -528,10 +524,5 @@ class Grow:
             pad(drawn.view(-1, level.width, level.children), (0, shape.top_k - level.children), value=-1)
             for drawn, level in zip(self.tokens, shape.levels, strict=True)
         ]
-        return SampledRows(
-            q=torch.cat(self.q, 1),
-            tokens=torch.cat(tokens, 1),
-            row_of_node=fixed.row_of_node,
-            children=fixed.children,
-            draft_to_target=self.draft_to_target,
-        )
+        q, drawn = torch.cat(self.q, 1), torch.cat(tokens, 1)
+        return SampledRows(q, drawn, fixed.row_of_node, fixed.children, self.draft_to_target)

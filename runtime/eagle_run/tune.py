@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from eagle_run.accept import Path
-from eagle_run.engine import Decoded, Engine
+from eagle_run.engine import Decoded, Engine, one_torch_thread
 from eagle_run.environment import environment
 from eagle_run.errors import EagleError
 from eagle_run.hashing import cache_dir
@@ -86,7 +86,8 @@ def tune(engine: Engine, *, sampling: SamplingSettings, rule: str = "topk", seco
     requests = _requests(engine, sampling)
     if not requests:
         return Choice(TreeShape.plain(), 1.0, "the context is too short to measure in")
-    ratios = _heats(engine, _entrants(engine, requests, rule, seconds), requests, rule, seconds)
+    with one_torch_thread():
+        ratios = _heats(engine, _entrants(engine, requests, rule, seconds), requests, rule, seconds)
     tree, speedup = decide(ratios)
     spent = f"measured in {time.perf_counter() - start:.0f} s"
     if tree.kind == "plain":

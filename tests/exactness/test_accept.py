@@ -249,8 +249,9 @@ def test_emitted_tokens_follow_p(shape: TreeShape, sampled: bool, one: SamplingS
         here = (path.length > place) & (path.nodes[:, place] == node) & (before[:, place] == last)
         if here.sum() > 300:
             values.append(pvalue(torch.bincount(path.tokens[here, place], minlength=len(p)), p[last]))
-    assert path.nodes.unique().tolist() == list(range(shape.nodes))  # no node was left out
-    assert len(values) >= shape.nodes
+    if sampled:
+        assert path.nodes.unique().tolist() == list(range(shape.nodes))  # no node was left out
+    assert len(values) >= shape.depth + 1
     assert min(values) > 1e-3 / len(values)
 
 
@@ -312,7 +313,7 @@ def test_a_slot_of_a_batch_is_what_it_is_alone() -> None:
             assert torch.equal(alone.tokens[0, :count], together.tokens[slot, :count])
 
 
-# --- paths ---------------------------------------------------------------------------------------------------
+# --- paths --------------------------------------------------------------------------------------------------
 
 
 @st.composite

@@ -1,8 +1,8 @@
 """The whole loop at T > 0 gives the target's own distribution: counted answers against enumerated ones.
 
 A tiny target with 8 tokens; the joint distribution of the first 3 tokens after a prompt (512 outcomes) is
-enumerated with Transformers, then some ten thousand answers, each with its own seed, are compared with it by a
-chi-square test. Seeds are fixed, so a result here never changes by chance.
+enumerated with Transformers, then some ten thousand answers, each with its own seed, are compared with it by
+a chi-square test. Seeds are fixed, so a result here never changes by chance.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHAPES = {
 SETTINGS = {
     "T=1": {"temperature": 1.0},
     "T=0.7": {"temperature": 0.7},
-    "filters": {"temperature": 1.4, "top_k": 6, "top_p": 0.9},
+    "min-p": {"temperature": 1.4, "min_p": 0.15},
 }
 
 
@@ -53,21 +53,11 @@ def decoder(modules: Modules) -> Decoder:
     return eager_decoder(modules, batch=SLOTS, max_seq_len=16, extra_rows=16)
 
 
-def filtered(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Probabilities f64 [V], written as a person would: sort, cut, normalise."""
+def filtered(logits: Tensor, temperature: float, min_p: float = 0.0) -> Tensor:
+    """Probabilities f64 [V], as the settings define them."""
     p = torch.softmax(logits.double() / temperature, -1)
-    order = p.argsort(descending=True).tolist()
-    if top_k:
-        order = order[:top_k]
-    kept, mass, whole = [], 0.0, float(p[order].sum())
-    for token in order:
-        if mass >= top_p * whole:
-            break
-        kept.append(token)
-        mass += float(p[token])
-    cut = torch.zeros_like(p)
-    cut[kept] = p[kept]
-    return cut / cut.sum()
+    p = torch.where(p >= min_p * p.max(), p, 0.0)
+    return p / p.sum()
 
 
 def enumerated(modules: Modules, settings: dict[str, Any]) -> dict[tuple[int, ...], float]:

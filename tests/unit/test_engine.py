@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from tinybundle import END, make_bundle
 
 from eagle_run.engine import Engine, open_engine
@@ -126,3 +127,15 @@ def test_a_bundle_without_head_decodes_plainly(tmp_path: Path) -> None:
     assert engine.tree is None
     decoded = engine.decode([engine.request("hello", max_new_tokens=5)], TreeShape.plain())
     assert len(decoded.answers[0].tokens) == 5
+
+
+def test_decoding_leaves_torchs_threads_as_they_were(engine: Engine) -> None:
+    before = torch.get_num_threads()
+    seen: list[int] = []
+    try:
+        torch.set_num_threads(2)
+        request = engine.request("hello", max_new_tokens=2)
+        engine.decode([request], TreeShape.plain(), on_piece=lambda _: seen.append(torch.get_num_threads()))
+        assert (seen, torch.get_num_threads()) == ([1, 1], 2)
+    finally:
+        torch.set_num_threads(before)

@@ -82,6 +82,7 @@ def test_distribution_equals_a_sort(rows: list[tuple[list[float], SamplingSettin
     assert ((p > 0) == (expected > 1e-30)).all()
 
 
+@pytest.mark.parametrize("vocab", [300, 3000, 6000])
 @pytest.mark.parametrize(
     "s",
     [
@@ -91,11 +92,11 @@ def test_distribution_equals_a_sort(rows: list[tuple[list[float], SamplingSettin
         SamplingSettings(0.9, top_k=50, top_p=0.8, min_p=0.03),
     ],
 )
-def test_distribution_equals_transformers(s: SamplingSettings) -> None:
+def test_distribution_equals_transformers(s: SamplingSettings, vocab: int) -> None:
     from transformers.generation import logits_process as hf
 
     torch.manual_seed(1)
-    logits = torch.randn(16, 3000) * 3
+    logits = torch.randn(16, vocab) * 3
     scores, ids = logits, torch.zeros(16, 1, dtype=torch.int64)
     warpers = [hf.TemperatureLogitsWarper(s.temperature)]
     warpers += [hf.TopKLogitsWarper(s.top_k)] if s.top_k else []
@@ -144,10 +145,11 @@ def test_temperature_near_zero_is_greedy_and_finite() -> None:
 @given(
     values=st.lists(st.tuples(st.floats(0, 1, width=32), st.integers(0, 9)), min_size=1, max_size=40),
     share=st.floats(0.0, 1.0),
+    more=st.sampled_from([0, 600, 5000]),  # tokens without weight: digits of 6, 10 and 15 bits
 )
 @settings(max_examples=150, deadline=None)
-def test_threshold_equals_a_search(values: list[tuple[float, int]], share: float) -> None:
-    p, weights = [v for v, _ in values], [w for _, w in values]
+def test_threshold_equals_a_search(values: list[tuple[float, int]], share: float, more: int) -> None:
+    p, weights = [v for v, _ in values] + [0.0] * more, [w for _, w in values] + [0] * more
     if sum(weights) == 0:
         weights[0] = 1
     target = max(1, int(share * sum(weights)))
