@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eagle_run.grow import SampledRows, TreePlan
 from eagle_run.rng import ACCEPT, TOKEN, uniform
 from eagle_run.sampling import SettingsTensors, argmax, distribution, draw, draw_weights, to_weights
-from eagle_run.tree import SampledRows, TreePlan
 
 
 @dataclass(frozen=True)

@@ -142,9 +142,10 @@ class Decoder:
         prefill(session, state, [slot.request.prompt for slot in padded], chunk=self.chunk)
         stats.prefill_seconds += time.perf_counter() - start
         stats.prompt_tokens += sum(len(request.prompt) for request in group)
-        state.active[len(slots) :] = False
+        for i in range(len(slots), session.batch):
+            state.retire(i)
 
-        lengths = [len(slot.request.prompt) - 1 for slot in padded]
+        lengths = [len(slot.request.prompt) - 1 for slot in slots]
         while any(slot.finish_reason is None for slot in slots):
             session.clock.reset()
             start = time.perf_counter()
@@ -160,7 +161,8 @@ class Decoder:
                 piece = slot.take(emitted[i])
                 stats.tokens += len(piece.tokens)
                 if piece.finish_reason is not None:
-                    state.active[i] = False
+                    state.retire(i)
+                    lengths[i] = 0
                 yield piece
 
     def _check(self, requests: Sequence[Request], shape: TreeShape) -> None:

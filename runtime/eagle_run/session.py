@@ -16,8 +16,9 @@ from torch import Tensor
 from eagle_run.backends.base import Graph, GraphSpec, Run
 from eagle_run.backends.checks import DTYPES
 from eagle_run.errors import EagleError
+from eagle_run.grow import TreeTables
 from eagle_run.sampling import SettingsTensors
-from eagle_run.tree import TreeShape, TreeTables
+from eagle_run.tree import TreeShape
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,12 @@ class State:
     pending_count: Tensor  # i64 [B]
     active: Tensor  # bool [B]; a finished slot computes on but neither grows nor emits
     settings: SettingsTensors
+
+    def retire(self, slot: int) -> None:
+        """Ends a slot. It goes on computing, at the start of its caches, where it needs no room."""
+        self.active[slot] = False
+        self.length[slot] = 0
+        self.pending_count[slot] = 0
 
 
 @dataclass

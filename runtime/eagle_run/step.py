@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from eagle_run.accept import Path, walk, walk_sampled
+from eagle_run.grow import Grow, TreePlan, expand, start
 from eagle_run.prefill import fill
 from eagle_run.sampling import sample_children
 from eagle_run.session import Forward, Session, State
-from eagle_run.tree import Grow, Level, TreePlan, TreeShape, expand, start
+from eagle_run.tree import Level, TreeShape
 
 
 def step(session: Session, state: State, shape: TreeShape, *, kv: int, rule: str = "topk") -> Path:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from eagle_run.accept import Path, walk, walk_sampled
+from eagle_run.grow import TreePlan, TreeTables, expand, start
 from eagle_run.sampling import SettingsTensors, sample_children
-from eagle_run.tree import TreePlan, TreeShape, TreeTables, expand, start
+from eagle_run.tree import TreeShape
 
 Dist = list[Fraction]
 Tokens = tuple[int, ...]

@@ -1,7 +1,7 @@
 """The whole loop at T > 0 gives the target's own distribution: counted answers against enumerated ones.
 
 A tiny target with 8 tokens; the joint distribution of the first 3 tokens after a prompt (512 outcomes) is
-enumerated with Transformers, then some ten thousand answers, each with its own seed, are compared with it by
+enumerated with Transformers, then some thousand answers, each with its own seed, are compared with it by
 a chi-square test. Seeds are fixed, so a result here never changes by chance.
 """
 
@@ -25,7 +25,7 @@ from eagle_run.loop import Decoder, Request, Stats
 from eagle_run.sampling import SamplingSettings
 from eagle_run.tree import TreeShape
 
-VOCAB, TOKENS, SLOTS, GROUPS = 8, 3, 2048, 6
+VOCAB, TOKENS, SLOTS, GROUPS = 8, 3, 2048, 3
 PROMPT = (3, 1, 6, 2)
 SIZES = Sizes(vocab=VOCAB, layers=3, hidden=16, heads=2, kv_heads=1, inner=24)
 SHAPES = {

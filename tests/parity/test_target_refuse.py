@@ -38,7 +38,7 @@ def test_supported_families_pass(kind: str) -> None:
         (GPT2Config(), "'gpt2' is not supported"),
         (MixtralConfig(), "'mixtral' is not supported"),
         (Qwen3MoeConfig(), "'qwen3_moe' is not supported"),
-        (MistralConfig(sliding_window=200), "sliding window of 200 tokens"),
+        (MistralConfig(sliding_window=255), "sliding window of 255 tokens"),
         (
             Qwen2Config(use_sliding_window=True, sliding_window=100, max_window_layers=4),
             "sliding window of 100 tokens",

@@ -13,19 +13,9 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eagle_run.errors import UsageError
+from eagle_run.grow import Grow, TreePlan, TreeTables, choose_frontier, expand, rerank, start
 from eagle_run.sampling import SamplingSettings, sample_children, stack
-from eagle_run.tree import (
-    Grow,
-    TreePlan,
-    TreeShape,
-    TreeTables,
-    best_static,
-    choose_frontier,
-    expand,
-    parse_tree,
-    rerank,
-    start,
-)
+from eagle_run.tree import TreeShape, best_static, parse_tree
 
 Path = tuple[int, ...]  # draft ids from the root's child down
 LogQ = Callable[[Path], list[float]]

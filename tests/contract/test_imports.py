@@ -1,0 +1,81 @@
+"""What may be imported where: the runtime stands alone, and command lines start fast."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import eagle_run
+
+FORBIDDEN = ("eagle_export", "transformers", "onnx", "onnxscript", "onnx_ir")
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level modules that a fresh interpreter holds after `code`."""
+    report = "import json, sys; print('\\n' + json.dumps(sorted({m.split('.')[0] for m in sys.modules})))"
+    run = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, check=True, timeout=120
+    )
+    return set(json.loads(run.stdout.splitlines()[-1]))
+
+
+def runtime_modules() -> list[str]:
+    names = [info.name for info in pkgutil.walk_packages(eagle_run.__path__, "eagle_run.")]
+    return ["eagle_run", *names]
+
+
+def test_the_runtime_imports_no_exporter_and_no_model_library() -> None:
+    modules = runtime_modules()
+    assert len(modules) > 10
+    loaded = loaded_by("".join(f"import {name}\n" for name in modules))
+    assert not loaded & set(FORBIDDEN)
+    assert {"eagle_run", "torch"} <= loaded  # it did look
+
+
+def test_the_check_sees_a_forbidden_import() -> None:
+    assert "onnx" in loaded_by("import eagle_run, onnx")
+
+
+HEAVY = {"torch", "transformers", "onnx", "onnxruntime", "onnxscript", "onnx_ir", "tokenizers"}
+SHOW_HELP = """
+import {module} as cli, sys
+sys.argv = ["x", *{arguments!r}]
+try:
+    cli.main()
+except SystemExit:
+    pass
+"""
+
+
+@pytest.mark.parametrize("module", ["eagle_run.cli", "eagle_export.cli"])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["no-such-command"]], ids=["help", "version", "wrong"]
+)
+def test_help_loads_nothing_heavy(module: str, arguments: list[str]) -> None:
+    loaded = loaded_by(SHOW_HELP.format(module=module, arguments=arguments))
+    assert "click" in loaded
+    assert not loaded & HEAVY
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "bench"])
+def test_help_of_run_commands_loads_nothing_heavy(command: str) -> None:
+    assert not loaded_by(SHOW_HELP.format(module="eagle_run.cli", arguments=[command, "--help"])) & HEAVY
+
+
+@pytest.mark.parametrize("command", ["build", "export", "inspect", "verify", "recipes", "doctor"])
+def test_help_of_export_commands_loads_nothing_heavy(command: str) -> None:
+    loaded = loaded_by(SHOW_HELP.format(module="eagle_export.cli", arguments=[command, "--help"]))
+    assert not loaded & HEAVY
+
+
+def test_every_module_fits_its_budget() -> None:
+    """No file passes 300 lines: what does not fit is two things."""
+    root = Path(__file__).parent.parent.parent
+    files = [*root.glob("eagle_export/**/*.py"), *root.glob("runtime/**/*.py")]
+    assert len(files) > 30
+    assert not {str(path.relative_to(root)) for path in files if len(path.read_text().splitlines()) > 300}

@@ -1,0 +1,176 @@
+"""A round never waits for the device: no host read, no shape that depends on data. Proved without a GPU.
+
+Under `FakeTensorMode` tensors have shapes but no values, so `.item()`, `bool(tensor)`, `nonzero` and the like
+cannot work and raise. What passes here can be captured as a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+
+import eagle_run.step
+from eagle_export.eager import draft_graph, fuse_graph, target_graph
+from eagle_export.heads.spec import HeadSpec
+from eagle_export.models.head import Draft, Fuse
+from eagle_export.models.target import TargetModule
+from eagle_run.accept import Path
+from eagle_run.backends.base import Graph
+from eagle_run.sampling import SamplingSettings, stack
+from eagle_run.session import Session, State
+from eagle_run.step import step
+from eagle_run.tree import TreeShape
+
+VOCAB, DRAFT_VOCAB, HIDDEN, ROWS, BATCH, KV = 96, 48, 32, 64, 3, 48
+SHAPES = {
+    "plain": TreeShape.plain(),
+    "dynamic": TreeShape.dynamic(3, 3, 10),
+    "static": TreeShape.static((-1, 0, 0, 1, 1, 2)),
+    "chain": TreeShape.chain(3),
+}
+GREEDY = [SamplingSettings()] * BATCH
+MIXED = [
+    SamplingSettings(),
+    SamplingSettings(1.0, seed=1),
+    SamplingSettings(0.7, top_k=8, top_p=0.9, min_p=0.1, seed=2),
+]
+SPEC = HeadSpec(
+    algorithm="eagle3",
+    dialect="safeai",
+    layers=1,
+    hidden_size=HIDDEN,
+    target_hidden_size=HIDDEN,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    act="silu",
+    rms_norm_eps=1e-5,
+    vocab_size=VOCAB,
+    draft_vocab_size=DRAFT_VOCAB,
+    feature_layers=(1, 2),
+    max_positions=128,
+)
+EAGLE1 = replace(SPEC, algorithm="eagle1", draft_vocab_size=VOCAB, feature_layers=(3,))
+
+
+def make_graphs(spec: HeadSpec, device: str = "cpu") -> dict[str, Graph]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
+    target = TargetModule(LlamaForCausalLM(config).eval(), spec.feature_layers).to(device)
+    graphs: dict[str, Graph] = {
+        "target": target_graph(target, ROWS),
+        "draft": draft_graph(Draft(spec).to(device), ROWS),
+    }
+    if spec.has_fuse:
+        graphs["fuse"] = fuse_graph(Fuse(spec).to(device))
+    return graphs
+
+
+@contextmanager
+def fake_round(
+    device: str, settings: list[SamplingSettings], depth: int, spec: HeadSpec = SPEC
+) -> Iterator[Any]:
+    """A session and the state of a batch in the middle of its answers, all without values."""
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        ids = torch.arange(spec.draft_vocab_size)
+        session = Session(make_graphs(spec, device), batch=BATCH, draft_to_target=ids, device=device)
+        yield session, session.new_state(depth + 1, stack(settings, device))
+
+
+def tensors_of(state: State) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in vars(state).items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("settings", [GREEDY, MIXED], ids=["greedy", "mixed"])
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [(name, "topk") for name in SHAPES] + [(name, "sampled") for name in ("plain", "static", "chain")],
+)
+def test_a_round_reads_nothing(name: str, rule: str, settings: list[SamplingSettings], device: str) -> None:
+    shape = SHAPES[name]
+    with fake_round(device, settings, shape.depth) as (session, state):
+        before = {key: (value.shape, value.dtype) for key, value in tensors_of(state).items()}
+        for _ in range(2):  # the second one reuses what the first one bound
+            path = step(session, state, shape, kv=KV, rule=rule)
+        assert path.nodes.shape == path.tokens.shape == (BATCH, shape.depth + 1)
+        assert path.length.shape == (BATCH,)
+        assert path.tokens.device.type == device
+        assert {key: (value.shape, value.dtype) for key, value in tensors_of(state).items()} == before
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_round_of_an_eagle1_head_reads_nothing(device: str) -> None:
+    shape = SHAPES["dynamic"]
+    with fake_round(device, MIXED, shape.depth, EAGLE1) as (session, state):
+        assert step(session, state, shape, kv=KV).tokens.shape == (BATCH, shape.depth + 1)
+
+
+def test_the_state_keeps_its_memory() -> None:
+    """A captured round finds state and caches where they were: they are written in place, never replaced."""
+    shape = SHAPES["dynamic"]
+    session = Session(make_graphs(SPEC), batch=BATCH, draft_to_target=torch.arange(DRAFT_VOCAB))
+    state = session.new_state(shape.depth + 1, stack(MIXED))
+    owned = {**tensors_of(state), "target": session.target_cache, "draft": session.draft_cache}
+    places = {name: tensor.data_ptr() for name, tensor in owned.items()}
+    for _ in range(3):
+        step(session, state, shape, kv=KV)
+    now = {**tensors_of(state), "target": session.target_cache, "draft": session.draft_cache}
+    assert {name: tensor.data_ptr() for name, tensor in now.items()} == places
+    assert bool((state.length > 0).all())
+
+
+def _item(path: Path) -> None:
+    path.length.max().item()
+
+
+def _branch(path: Path) -> None:
+    if path.length[0] > 1:
+        raise AssertionError
+
+
+def _nonzero(path: Path) -> None:
+    torch.empty(path.length.nonzero().shape[0])
+
+
+def _slice(path: Path) -> None:
+    path.tokens[:, : path.length.max()].clone()
+
+
+@pytest.mark.parametrize("read", [_item, _branch, _nonzero, _slice])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_host_read_would_be_caught(read: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above can fail: each usual way to wait for a value raises inside a round."""
+    true = eagle_run.step.commit
+
+    def commit(session: Session, state: State, shape: TreeShape, path: Path, seen: Any) -> None:
+        read(path)
+        true(session, state, shape, path, seen)
+
+    monkeypatch.setattr(eagle_run.step, "commit", commit)
+    shape = SHAPES["dynamic"]
+    with (
+        pytest.raises((DataDependentOutputException, DynamicOutputShapeException)),
+        fake_round(device, MIXED, shape.depth) as (session, state),
+    ):
+        step(session, state, shape, kv=KV)
