@@ -14,7 +14,6 @@ from eagle_export.options import BuildOptions, cache_rows_for, choose_limits, ch
 from eagle_export.progress import Report, peak_memory_bytes
 from eagle_export.writer import BundleWriter, check_place, require_space
 from eagle_run.bundle import Bundle, HeadInfo, Limits, TargetInfo, TreeDefaults
-from eagle_run.errors import EagleError
 
 if TYPE_CHECKING:
     from eagle_export.heads import LoadedHead
@@ -88,15 +87,13 @@ def export_only(options: BuildOptions, report: Report) -> Path:
     options.check()
     with report.step("find the weights"):
         plan = make_plan(options)
-    if plan.out.exists() and (not plan.out.is_dir() or any(plan.out.iterdir())):
-        raise EagleError(f"{plan.out} is not empty; it is left alone", hint="name a new folder with --out")
     with BundleWriter(plan.out, force=False) as writer:
         with report.step("load the weights"):
             modules = _load(plan)
         specs = export_graphs(modules, plan.limits, writer.folder, report)
         with report.step("check the graphs"):
             check_graphs(writer.folder, specs)
-        if plan.loaded is not None:
+        if plan.loaded is not None and not _same_vocabulary(plan.loaded):
             writer.write_vocab_map(plan.loaded.draft_to_target)
         if plan.out.exists():
             plan.out.rmdir()
@@ -218,7 +215,6 @@ def _head_info(plan: Plan, writer: BundleWriter) -> HeadInfo | None:
     if plan.head is None or plan.loaded is None:
         return None
     spec, table = plan.loaded.spec, plan.loaded.draft_to_target
-    same = spec.draft_vocab_size == spec.vocab_size and table.tolist() == list(range(spec.vocab_size))
     return HeadInfo(
         algorithm=spec.algorithm,  # type: ignore[arg-type]
         dialect=spec.dialect,
@@ -232,8 +228,13 @@ def _head_info(plan: Plan, writer: BundleWriter) -> HeadInfo | None:
         head_dim=spec.head_dim,
         draft_vocab_size=spec.draft_vocab_size,
         feature_layers=spec.feature_layers,
-        vocab_map=None if same else writer.write_vocab_map(table),
+        vocab_map=None if _same_vocabulary(plan.loaded) else writer.write_vocab_map(table),
     )
+
+
+def _same_vocabulary(loaded: LoadedHead) -> bool:
+    """Whether draft ids are target ids, so that no map is needed."""
+    return loaded.draft_to_target.tolist() == list(range(loaded.spec.vocab_size))
 
 
 def _stop_tokens(plan: Plan, folder: Path) -> tuple[int, ...]:

@@ -1,12 +1,13 @@
 """A round never waits for the device: no host read, no shape that depends on data. Proved without a GPU.
 
 Under `FakeTensorMode` tensors have shapes but no values, so `.item()`, `bool(tensor)`, `nonzero` and the like
-cannot work and raise. What passes here can be captured as a CUDA graph.
+cannot work and raise. "meta" stands for the GPU: a device that is not the host's, which every build of torch
+has; a build with CUDA takes "cuda" as well. What passes here can be captured as a CUDA graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,8 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import eagle_run.step
 from eagle_export.eager import draft_graph, fuse_graph, target_graph
@@ -38,6 +41,7 @@ SHAPES = {
     "static": TreeShape.static((-1, 0, 0, 1, 1, 2)),
     "chain": TreeShape.chain(3),
 }
+DEVICES = ["cpu", "meta", *(["cuda"] if torch.backends.cuda.is_built() else [])]
 GREEDY = [SamplingSettings()] * BATCH
 MIXED = [
     SamplingSettings(),
@@ -58,32 +62,46 @@ SPEC = HeadSpec(
     rms_norm_eps=1e-5,
     vocab_size=VOCAB,
     draft_vocab_size=DRAFT_VOCAB,
-    feature_layers=(1, 2),
+    feature_layers=(0, 1),
     max_positions=128,
 )
-EAGLE1 = replace(SPEC, algorithm="eagle1", draft_vocab_size=VOCAB, feature_layers=(3,))
+EAGLE1 = replace(SPEC, algorithm="eagle1", draft_vocab_size=VOCAB, feature_layers=(2,))
 
 
-def make_graphs(spec: HeadSpec, device: str = "cpu") -> dict[str, Graph]:
+def make_graphs(spec: HeadSpec) -> dict[str, Graph]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
         intermediate_size=48,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
     )
-    target = TargetModule(LlamaForCausalLM(config).eval(), spec.feature_layers).to(device)
+    target = TargetModule(LlamaForCausalLM(config).eval(), spec.feature_layers)
+    draft = Draft(spec)
+    # The frequencies are made on the host whatever the default device is; a loaded head is moved as a whole.
+    draft.rope.inv_freq = draft.rope.inv_freq.to(draft.lm_head.weight.device)
     graphs: dict[str, Graph] = {
         "target": target_graph(target, ROWS),
-        "draft": draft_graph(Draft(spec).to(device), ROWS),
+        "draft": draft_graph(draft, ROWS),
     }
     if spec.has_fuse:
-        graphs["fuse"] = fuse_graph(Fuse(spec).to(device))
+        graphs["fuse"] = fuse_graph(Fuse(spec))
     return graphs
+
+
+class NoTransfers(TorchDispatchMode):
+    """Raises where tensors of two devices meet, a copy from one to the other included."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        leaves = tree_leaves((args, kwargs, result))
+        devices = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        assert len(devices) <= 1, f"{func} moves data between {devices}"
+        return result
 
 
 @contextmanager
@@ -91,17 +109,20 @@ def fake_round(
     device: str, settings: list[SamplingSettings], depth: int, spec: HeadSpec = SPEC
 ) -> Iterator[Any]:
     """A session and the state of a batch in the middle of its answers, all without values."""
-    with FakeTensorMode(allow_non_fake_inputs=False):
-        ids = torch.arange(spec.draft_vocab_size)
-        session = Session(make_graphs(spec, device), batch=BATCH, draft_to_target=ids, device=device)
-        yield session, session.new_state(depth + 1, stack(settings, device))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with torch.device(device):
+            graphs, ids = make_graphs(spec), torch.arange(spec.draft_vocab_size)
+        session = Session(graphs, batch=BATCH, draft_to_target=ids, device=device)
+        state = session.new_state(depth + 1, stack(settings, device))
+        with NoTransfers():
+            yield session, state
 
 
 def tensors_of(state: State) -> dict[str, torch.Tensor]:
     return {name: value for name, value in vars(state).items() if isinstance(value, torch.Tensor)}
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("settings", [GREEDY, MIXED], ids=["greedy", "mixed"])
 @pytest.mark.parametrize(
     ("name", "rule"),
@@ -111,15 +132,14 @@ def test_a_round_reads_nothing(name: str, rule: str, settings: list[SamplingSett
     shape = SHAPES[name]
     with fake_round(device, settings, shape.depth) as (session, state):
         before = {key: (value.shape, value.dtype) for key, value in tensors_of(state).items()}
-        for _ in range(2):  # the second one reuses what the first one bound
-            path = step(session, state, shape, kv=KV, rule=rule)
+        path = step(session, state, shape, kv=KV, rule=rule)
         assert path.nodes.shape == path.tokens.shape == (BATCH, shape.depth + 1)
         assert path.length.shape == (BATCH,)
         assert path.tokens.device.type == device
         assert {key: (value.shape, value.dtype) for key, value in tensors_of(state).items()} == before
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_round_of_an_eagle1_head_reads_nothing(device: str) -> None:
     shape = SHAPES["dynamic"]
     with fake_round(device, MIXED, shape.depth, EAGLE1) as (session, state):
@@ -140,6 +160,20 @@ def test_the_state_keeps_its_memory() -> None:
     assert bool((state.length > 0).all())
 
 
+def run_with(read: Callable[[Path], None], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round with a fault: `read` looks at the path before it is committed."""
+    true = eagle_run.step.commit
+
+    def commit(session: Session, state: State, shape: TreeShape, path: Path, seen: Any) -> None:
+        read(path)
+        true(session, state, shape, path, seen)
+
+    monkeypatch.setattr(eagle_run.step, "commit", commit)
+    shape = SHAPES["dynamic"]
+    with fake_round(device, MIXED, shape.depth) as (session, state):
+        step(session, state, shape, kv=KV)
+
+
 def _item(path: Path) -> None:
     path.length.max().item()
 
@@ -157,20 +191,20 @@ def _slice(path: Path) -> None:
     path.tokens[:, : path.length.max()].clone()
 
 
+def _fetch(path: Path) -> None:
+    path.tokens.to("cpu", copy=True)
+
+
+def test_a_transfer_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AssertionError, match="moves data"):
+        run_with(_fetch, "meta", monkeypatch)
+
+
 @pytest.mark.parametrize("read", [_item, _branch, _nonzero, _slice])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_host_read_would_be_caught(read: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_host_read_would_be_caught(
+    read: Callable[[Path], None], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tests above can fail: each usual way to wait for a value raises inside a round."""
-    true = eagle_run.step.commit
-
-    def commit(session: Session, state: State, shape: TreeShape, path: Path, seen: Any) -> None:
-        read(path)
-        true(session, state, shape, path, seen)
-
-    monkeypatch.setattr(eagle_run.step, "commit", commit)
-    shape = SHAPES["dynamic"]
-    with (
-        pytest.raises((DataDependentOutputException, DynamicOutputShapeException)),
-        fake_round(device, MIXED, shape.depth) as (session, state),
-    ):
-        step(session, state, shape, kv=KV)
+    with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
+        run_with(read, device, monkeypatch)
