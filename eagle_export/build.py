@@ -56,6 +56,8 @@ def build(options: BuildOptions, report: Report) -> Built:
     options.check()
     with report.step("find the weights"):
         plan = make_plan(options)
+    if plan.precision == "bf16":
+        report.note("note: ONNX Runtime computes bf16 on GPUs only; on a CPU this bundle will not load")
     with BundleWriter(plan.out, force=options.force) as writer:
         with report.step("load the weights"):
             modules = _load(plan)

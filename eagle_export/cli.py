@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -226,9 +228,13 @@ def _print_rich(renderable: Any) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Runs a command line and returns its exit code: 2 for a wrong command line, 1 for any other error."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # a terminal that lacks a character shows a ?
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     state: dict[str, bool] = {}
     try:
         cli.main(args=list(arguments), prog_name="eagle-export", obj=state, standalone_mode=False)
+        sys.stdout.flush()
     except click.exceptions.Exit as leave:
         return leave.exit_code
     except click.ClickException as error:
@@ -237,6 +243,9 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted; nothing was kept", err=True)
         return 130
+    except BrokenPipeError:  # the reader has seen enough, e.g. `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except Exception as error:
         if state.get("debug"):
             traceback.print_exc()

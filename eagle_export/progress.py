@@ -20,10 +20,10 @@ class Report:
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self.console = Console(stderr=True, quiet=quiet, highlight=False)
-        _silence_transformers()
-        self.seconds: dict[str, float] = {}
         self._started = time.perf_counter()
+        self.console = Console(stderr=True, quiet=quiet, highlight=False)
+        self.seconds: dict[str, float] = {}
+        _silence_transformers()
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:

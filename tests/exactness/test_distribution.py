@@ -25,7 +25,7 @@ from eagle_run.loop import Decoder, Request, Stats
 from eagle_run.sampling import SamplingSettings
 from eagle_run.tree import TreeShape
 
-VOCAB, TOKENS, SLOTS, GROUPS = 8, 3, 2048, 3
+VOCAB, TOKENS, SLOTS, GROUPS = 8, 3, 2048, 2
 PROMPT = (3, 1, 6, 2)
 SIZES = Sizes(vocab=VOCAB, layers=3, hidden=16, heads=2, kv_heads=1, inner=24)
 SHAPES = {
@@ -36,7 +36,6 @@ SHAPES = {
 }
 SETTINGS = {
     "T=1": {"temperature": 1.0},
-    "T=0.7": {"temperature": 0.7},
     "min-p": {"temperature": 1.4, "min_p": 0.15},
 }
 

@@ -104,17 +104,17 @@ def test_onnx_runtime_equals_eager(
     assert tokens(answers_of(engine.decoder, requests(), shape)) == plain_answers
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", ["dynamic", "dynamic-deep", "static", "chain"])
 @pytest.mark.parametrize(
     "sampling",
     [SEEDED, SamplingSettings(0.7, top_k=12, seed=3), SamplingSettings(1.3, top_p=0.8, min_p=0.02, seed=4)],
     ids=["plain", "top-k", "top-p"],
 )
 def test_a_seed_gives_the_same_tokens_with_and_without_a_tree(
-    shape: TreeShape, sampling: SamplingSettings, good: Decoder
+    name: str, sampling: SamplingSettings, good: Decoder
 ) -> None:
     wanted = answers_of(good, requests(20, sampling), PLAIN)
-    assert answers_of(good, requests(20, sampling), shape) == wanted
+    assert answers_of(good, requests(20, sampling), SHAPES[name]) == wanted
     assert tokens(wanted) != tokens(answers_of(good, requests(20, replace(sampling, seed=99)), PLAIN))
 
 

@@ -1,0 +1,79 @@
+"""How options join with a recipe's defaults, and what progress says."""
+
+from __future__ import annotations
+
+import pytest
+
+from eagle_export.options import BuildOptions, cache_rows_for, choose_limits, choose_tree
+from eagle_export.progress import Report, peak_memory_bytes
+from eagle_export.recipe import BuildLimits
+from eagle_run.bundle import TreeDefaults
+from eagle_run.errors import UsageError
+
+LIMITS = BuildLimits(max_seq_len=1000, max_batch=4, prefill_chunk=128, max_tree_nodes=64)
+DYNAMIC = TreeDefaults(kind="dynamic", depth=3, top_k=4, nodes=16)
+STATIC = TreeDefaults(kind="static", depth=2, top_k=2, nodes=4, parents=(-1, 0, 0, 1))
+
+
+def options(**given: object) -> BuildOptions:
+    return BuildOptions(target="x", **given)  # type: ignore[arg-type]
+
+
+def test_what_is_not_given_comes_from_the_recipe() -> None:
+    assert choose_limits(options(), LIMITS) == LIMITS
+    assert choose_tree(options(), DYNAMIC, 64) == DYNAMIC
+    assert choose_tree(options(), STATIC, 64) == STATIC
+    given = choose_limits(options(max_seq_len=100, max_batch=1), LIMITS)
+    assert (given.max_seq_len, given.max_batch, given.max_tree_nodes) == (100, 1, 64)
+    assert given.prefill_chunk == 100  # no chunk can be longer than the context
+
+
+def test_a_part_of_a_tree_can_be_given() -> None:
+    assert choose_tree(options(nodes=8), DYNAMIC, 64) == DYNAMIC.model_copy(update={"nodes": 8})
+    chain = choose_tree(options(tree="chain", depth=5), DYNAMIC, 64)
+    assert (chain.kind, chain.depth, chain.top_k, chain.nodes) == ("chain", 5, 1, 6)
+    static = choose_tree(options(tree="static", depth=3, top_k=2, nodes=6), DYNAMIC, 64)
+    assert static.kind == "static"
+    assert static.parents is not None
+    assert len(static.parents) == 6
+    with pytest.raises(UsageError, match="64"):
+        choose_tree(options(depth=9, top_k=10, nodes=65), DYNAMIC, 64)
+
+
+@pytest.mark.parametrize("tree", [None, DYNAMIC, TreeDefaults(kind="dynamic", depth=9, top_k=10, nodes=60)])
+@pytest.mark.parametrize("chunk", [1, 128, 512])
+def test_the_cache_has_room_behind_the_longest_sequence(tree: TreeDefaults | None, chunk: int) -> None:
+    limits = LIMITS.model_copy(update={"prefill_chunk": chunk})
+    rows = cache_rows_for(limits, tree)
+    drafted = 0 if tree is None else (tree.depth - 1) * tree.top_k  # rows of the draft's own tree
+    assert rows >= 1000 + max(chunk, 64, drafted)
+    assert rows < 1000 + max(chunk, 64, drafted) + 2 * 64
+    assert rows % 64 == 0
+
+
+def test_a_report_tells_each_step_once_it_is_done(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report()
+    with report.step("first thing"):
+        pass
+    with pytest.raises(RuntimeError), report.step("broken thing"):
+        raise RuntimeError
+    assert list(report.track([1, 2], "things")) == [1, 2]
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert [line.split("  ")[1] for line in lines] == ["first thing", "things"]
+    assert set(report.seconds) == {"first thing", "things"}
+    assert report.total_seconds() >= sum(report.seconds.values())
+
+
+def test_a_quiet_report_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report(quiet=True)
+    with report.step("a"):
+        report.note("b")
+    assert list(report.track([1], "c")) == [1]
+    assert capsys.readouterr() == ("", "")
+    assert report.seconds.keys() == {"a", "c"}
+
+
+def test_peak_memory_is_in_bytes() -> None:
+    assert 10**8 < peak_memory_bytes() < 10**12  # a process with torch in it
