@@ -189,6 +189,10 @@ def _onnx_gather_rows(h: Any, index: Any) -> Any:
     return _op.GatherND(h, _op.Unsqueeze(index, [-1]), batch_dims=1)
 
 
+def _onnx_to_dtype(x: Any, dtype: int, *_: Any, **__: Any) -> Any:
+    return _op.Identity(x) if x.dtype == dtype else _op.Cast(x, to=dtype)
+
+
 TRANSLATION: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.eagle_export.attention.default: _onnx_attention,
     torch.ops.eagle_export.cache_update.default: _onnx_cache_update,
@@ -196,4 +200,5 @@ TRANSLATION: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.eagle_export.rotary.default: _onnx_rotary,
     torch.ops.eagle_export.linear.default: _onnx_linear,
     torch.ops.eagle_export.gather_rows.default: _onnx_gather_rows,
+    torch.ops.aten.to.dtype: _onnx_to_dtype,  # the only common operator that the exporter does not know
 }

@@ -57,10 +57,10 @@ def verify(session: Session, state: State, plan: TreePlan, *, kv: int) -> Forwar
         forward.inputs,
         input_ids=plan.tokens,
         position_ids=state.length[:, None] + plan.depth,
-        tree_mask=_mask(state.length, plan.mask, kv),
         write_index=state.length,
         logits_index=torch.arange(nodes, device=session.device).expand(session.batch, -1),
     )
+    show(forward.inputs["tree_mask"], state.length, plan.mask)
     forward.run()
     return forward
 
@@ -93,16 +93,16 @@ def _prime(session: Session, state: State, kv: int) -> tuple[Tensor, Tensor]:
     pairs = state.length - state.pending_count  # [B]: pairs that the draft cache holds
     forward = session.draft(rows, 1, kv)
     last = (state.pending_count - 1).clamp(min=0)[:, None]  # a one-token prompt has no pair: row 0 stands in
-    causal = torch.ones(rows, rows, dtype=torch.bool, device=session.device).tril()
+    row = torch.arange(rows, device=session.device)
     fill(
         forward.inputs,
         input_ids=state.pending_tokens,
         hidden=session.fuse(state.pending_features),
-        position_ids=pairs[:, None] + torch.arange(rows, device=session.device),
-        tree_mask=_mask(pairs, causal.expand(session.batch, -1, -1), kv),
+        position_ids=pairs[:, None] + row,
         write_index=pairs,
         logits_index=last,
     )
+    show(forward.inputs["tree_mask"], pairs, (row <= row[:, None]).expand(session.batch, -1, -1))
     forward.run()
     return forward.outputs["logits"], _rows(forward.outputs["hidden_out"], last)
 
@@ -119,21 +119,23 @@ def _extend(
         input_ids=frontier.input_ids,
         hidden=_rows(hidden, frontier.parent_rows),
         position_ids=position.expand(-1, level.width),
-        tree_mask=_mask(state.length, frontier.mask, kv),
         write_index=state.length + level.offset,
         logits_index=torch.arange(level.width, device=session.device).expand(session.batch, -1),
     )
+    show(forward.inputs["tree_mask"], state.length, frontier.mask)
     forward.run()
     return forward.outputs["logits"], forward.outputs["hidden_out"]
 
 
-def _mask(prefix: Tensor, block: Tensor, kv: int) -> Tensor:
-    """bool [B, 1, T, KV]: all of the first `prefix` i64[B] rows, then `block` bool[B, T, W] beside them."""
-    column = torch.arange(kv, device=prefix.device) - prefix[:, None]  # [B, KV]: < 0 inside the prefix
-    width = block.shape[2]
-    place = column.clamp(0, width - 1)[:, None].expand(-1, block.shape[1], -1)  # [B, T, KV]
-    inside = ((column >= 0) & (column < width))[:, None]
-    return ((block.gather(2, place) & inside) | (column < 0)[:, None])[:, None]
+def show(mask: Tensor, prefix: Tensor, block: Tensor) -> None:
+    """Fills `mask`: every row sees the first `prefix` rows of the cache and, beside them, what `block` says.
+
+    mask bool [B, 1, T, KV], prefix i64[B], block bool [B, T, W]; prefix + W must not pass KV.
+    """
+    prefix = prefix[:, None, None]
+    mask[:, 0] = torch.arange(mask.shape[3], device=mask.device) < prefix
+    place = prefix + torch.arange(block.shape[2], device=mask.device)  # [B, 1, W]
+    mask[:, 0].scatter_(2, place.expand_as(block), block)
 
 
 def _rows(values: Tensor, index: Tensor) -> Tensor:

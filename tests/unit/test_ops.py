@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from eagle_export.graphs import ops
 from eagle_export.graphs.export import export_graph
 from eagle_run.backends.onnxruntime import OnnxRuntimeGraph
+from eagle_run.errors import EagleError
 
 torch.set_num_threads(1)
 B, HQ, HKV, T, S, KV, DH = 2, 6, 2, 4, 12, 9, 8
@@ -176,3 +178,55 @@ def test_onnx_equals_torch(dtype: torch.dtype, rotated: int, tmp_path: Path) -> 
         for name, tensor in zip(OUTPUTS, want, strict=True):
             tolerance = 1e-5 if dtype == torch.float32 else 5e-3
             torch.testing.assert_close(found[name], tensor, atol=tolerance, rtol=tolerance)
+
+
+class Apply(nn.Module):
+    """`function` of the input times a weight."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(draw(4, seed=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x * self.weight)
+
+
+def written_in_place(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, 1] += 1.0
+    return y.mul_(2.0) + x
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.square,  # the exporter has no translation, only a decomposition
+        written_in_place,
+        lambda x: x.half().float(),
+        lambda x: x.to(x.dtype) + 1.0,
+        lambda x: torch.nn.functional.silu(x).reshape(-1, 2, 2).flatten(1),
+    ],
+)
+def test_any_module_keeps_its_meaning(function: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+    """The exporter's decompositions are left out where a graph does not need them, and only there."""
+    module, path = Apply(function), tmp_path / "fuse.onnx"
+    export_graph(module, {"features": draw(2, 4)}, ["hidden"], {"features": {0: "B"}}, path, name="fuse")
+    onnx.checker.check_model(str(path), full_check=True)
+    x, found = draw(5, 4, seed=2), torch.full((5, 4), torch.nan)
+    OnnxRuntimeGraph(path, "fuse", threads=1).bind({"features": x, "hidden": found})()
+    with torch.no_grad():
+        torch.testing.assert_close(found, module(x))
+
+
+def test_what_cannot_be_exported_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EagleError, match=r"fuse graph could not be traced.*hypot"):
+        export_graph(
+            Apply(lambda x: torch.hypot(x, x)),
+            {"features": draw(2, 4)},
+            ["hidden"],
+            {"features": {0: "B"}},
+            tmp_path / "fuse.onnx",
+            name="fuse",
+        )
+    assert list(tmp_path.iterdir()) == []
