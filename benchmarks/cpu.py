@@ -23,9 +23,9 @@ import click
 
 SETS = ("mt_bench", "humaneval", "gsm8k", "alpaca")
 TREES = (
-    *("chain:1", "chain:2", "chain:3", "chain:4"),
-    *("dynamic:1,2,3", "dynamic:2,2,4", "dynamic:2,3,5", "dynamic:2,3,7", "dynamic:3,2,6"),
-    *("dynamic:3,3,8", "dynamic:4,3,10", "dynamic:4,4,16", "dynamic:6,6,32"),
+    *("chain:1", "chain:2", "chain:3", "static:0,0,1"),
+    *("dynamic:2,2,4", "dynamic:2,3,5", "dynamic:2,3,6", "dynamic:2,4,6", "dynamic:3,2,6", "dynamic:3,3,8"),
+    *("dynamic:2,4,12", "dynamic:3,4,12", "dynamic:4,4,16", "dynamic:6,6,32"),
 )
 
 
