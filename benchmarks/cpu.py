@@ -100,7 +100,7 @@ class Run:
         runs = []
         with tempfile.TemporaryDirectory() as work:
             for i in range(3):
-                command = ("-m", "eagle_export.cli", "build", "--target", "smollm2-135m", "--json")
+                command = ("-m", "eagle_export", "build", "--target", "smollm2-135m", "--json")
                 start = time.perf_counter()
                 done = subprocess.run(
                     [sys.executable, *command, "--out", f"{work}/{i}"],

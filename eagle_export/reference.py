@@ -13,7 +13,7 @@ from torch import Tensor
 from eagle_export import recipe as recipes
 from eagle_export import weights
 from eagle_export.heads import LoadedHead, load_head
-from eagle_export.models.target import FAMILIES, TargetModule, check_family, target_dims
+from eagle_export.models.target import FAMILIES, TargetModule, check_family, load_target, target_dims
 from eagle_run.backends.base import Graph
 from eagle_run.bundle import Manifest
 from eagle_run.errors import EagleError
@@ -82,7 +82,7 @@ def load_fitting_head(
 
 def load_modules(target: ResolvedTarget, loaded: LoadedHead | None, dtype: torch.dtype) -> Modules:
     """Reads the weights. Raises EagleError when the checkpoint does not hold exactly the model's tensors."""
-    model = _load_model(target, dtype)
+    model = load_target(target.folder, dtype)
     # Without a head nothing reads the features; the last layer's cost nothing.
     layers = loaded.spec.feature_layers if loaded else (model.config.num_hidden_layers,)
     module = TargetModule(model, layers).eval()
@@ -148,28 +148,6 @@ def _check_same(manifest: Manifest, part: str, expected: str, found: str, source
             f"found {found[:12]}… ({source})",
             hint=f"give the {part} it was built from with --{part}, or build the bundle again",
         )
-
-
-def _load_model(target: ResolvedTarget, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            target.folder, dtype=dtype, trust_remote_code=False, output_loading_info=True
-        )
-    except Exception as error:  # whatever Transformers, safetensors or torch run into
-        raise EagleError(
-            f"{target.folder}: Transformers cannot load this model: {first_line(error)}",
-            hint="download the model again; a file may have been cut short",
-        ) from error
-    for key, fault in (("missing_keys", "lack"), ("mismatched_keys", "have another shape for")):
-        if names := sorted(str(name) for name in info.get(key) or ()):
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise EagleError(
-                f"{target.folder}: the weights {fault} {names[0]}{more}",
-                hint="config.json and the weights must be of one model; download it again",
-            )
-    return model.eval()
 
 
 def first_line(error: BaseException) -> str:

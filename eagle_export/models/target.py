@@ -107,10 +107,10 @@ def _check_layers(config: Any, max_seq_len: int) -> None:
 
 
 def load_target(folder: Path, dtype: torch.dtype) -> Any:
-    """The causal LM in a local Hugging Face folder (config.json and safetensors), in eval mode.
+    """The causal LM in a local Hugging Face folder (config.json and weights), in eval mode.
 
-    Reads nothing but the folder. Raises EagleError when a file is missing or damaged, when the weights are
-    not safetensors, or when they are not exactly the tensors of the model that config.json describes.
+    Reads nothing but the folder; safetensors are preferred to .bin files. Raises EagleError when a file is
+    missing or damaged, or when the weights are not exactly the tensors of the model in config.json.
     """
     from transformers import AutoModelForCausalLM
 
@@ -119,16 +119,13 @@ def load_target(folder: Path, dtype: torch.dtype) -> Any:
             folder,
             dtype=dtype,
             local_files_only=True,
-            use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except (
-        Exception
-    ) as error:  # OSError, SafetensorError, ValueError, RuntimeError: whatever the file provokes
+    except Exception as error:  # whatever Transformers, safetensors or torch run into
         first_line = str(error).strip().partition("\n")[0] or type(error).__name__
         raise EagleError(
-            f"{folder}: expected config.json and whole safetensors files of a causal model: {first_line}",
+            f"{folder}: expected config.json and whole weight files of a causal model: {first_line}",
             hint="download the model again; a file may be missing or cut short",
         ) from error
     for key, fault in (

@@ -231,11 +231,14 @@ def test_a_stop_string_ends_the_answer_before_it(engine: Engine) -> None:
     request = Request(prompt, max_new_tokens=40, stop_tokens=frozenset({EOS}))
     whole = answers_of(engine.decoder, [request], PLAIN)[0].text
     assert len(whole) > 12
-    stop = whole[6:9]
-    for shape in (PLAIN, *SHAPES.values()):
-        answer = answers_of(engine.decoder, [replace(request, stop_strings=("never", stop))], shape)[0]
-        assert answer.text == whole[: whole.index(stop)]
-        assert answer.reason == "stop"
+    for stop in (whole[6:9], whole[3], whole[9:11]):
+        stopping = replace(request, stop_strings=("never", stop))
+        plain = answers_of(engine.decoder, [stopping], PLAIN)[0]
+        for shape in (PLAIN, *SHAPES.values()):
+            answer = answers_of(engine.decoder, [stopping], shape)[0]
+            assert answer.text == whole[: whole.index(stop)]
+            assert answer.reason == "stop"
+            assert answer.tokens == plain.tokens  # a round's tokens after the stop are not kept
 
 
 def test_text_is_the_same_in_pieces(engine: Engine) -> None:

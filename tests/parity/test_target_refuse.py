@@ -110,7 +110,7 @@ def test_load_target_without_weights_or_config(folder: Path, tmp_path: Path) -> 
 def test_load_target_with_a_cut_file(folder: Path, keep: int) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(EagleError, match="whole safetensors"):
+    with pytest.raises(EagleError, match="whole weight files"):
         load_target(folder, torch.float32)
 
 

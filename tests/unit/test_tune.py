@@ -14,7 +14,6 @@ from tinybundle import make_bundle
 
 from eagle_run import tune as tune_module
 from eagle_run.engine import Engine, open_engine
-from eagle_run.hashing import cache_dir
 from eagle_run.sampling import SamplingSettings
 from eagle_run.tree import TreeShape, best_static
 from eagle_run.tune import auto_tree, tune
@@ -128,8 +127,9 @@ def test_tuning_runs_and_does_not_disturb_decoding(engine: Engine, rule: str) ->
 
 
 def test_the_choice_is_remembered_per_way_of_sampling(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured: list[SamplingSettings] = []
 
     def pretend(engine: Engine, *, sampling: SamplingSettings, rule: str) -> tune_module.Choice:
@@ -147,7 +147,7 @@ def test_the_choice_is_remembered_per_way_of_sampling(
     auto_tree(engine, sampling=SamplingSettings(temperature=1.0))
     auto_tree(engine, retune=True)
     assert len(measured) == 3
-    known = json.loads((cache_dir("eagle-run") / "trees.json").read_text())
+    known = json.loads((tmp_path / "eagle-run" / "trees.json").read_text())
     assert len(known) == 2
 
 

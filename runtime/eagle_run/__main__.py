@@ -1,0 +1,5 @@
+"""`python -m eagle_run`: the same as the command."""
+
+from eagle_run.cli import main
+
+main()
