@@ -5,6 +5,7 @@ Each decoder is a function (prompt ids, new tokens) -> (tokens, seconds of decod
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -57,8 +58,11 @@ def transformers(folder: Path, threads: int) -> Decode:
     return decode
 
 
-def onnxruntime_genai(folder: Path, work: Path, threads: int) -> Decode:
-    """onnxruntime-genai with the model of its own builder (`-p fp32 -e cpu`), kept in `work`."""
+def onnxruntime_genai(folder: Path, work: Path, threads: int | None) -> Decode:
+    """onnxruntime-genai with the model of its own builder (`-p fp32 -e cpu`), kept in `work`.
+
+    With `threads` None it runs as its builder configured it; else with that many threads in an operator.
+    """
     import onnxruntime_genai as genai
 
     model_folder = work / "genai"
@@ -70,11 +74,12 @@ def onnxruntime_genai(folder: Path, work: Path, threads: int) -> Decode:
             ],
             check=True,
             stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
     config = genai.Config(str(model_folder))
-    config.overlay(
-        '{"model": {"decoder": {"session_options": {"intra_op_num_threads": %d}}}}' % threads  # noqa: UP031
-    )
+    if threads:
+        options = {"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}
+        config.overlay(json.dumps(options))
     model = genai.Model(config)
 
     def decode(prompt: Sequence[int], new_tokens: int) -> tuple[list[int], float]:

@@ -9,7 +9,9 @@ file already are not measured again unless --force is given. Compare figures of 
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -21,12 +23,17 @@ from typing import Any
 
 import click
 
+QUESTION = "Why is the sky blue?"
+ROOT = Path(__file__).parent.parent
 SETS = ("mt_bench", "humaneval", "gsm8k", "alpaca")
 TREES = (
     *("chain:1", "chain:2", "chain:3", "static:0,0,1"),
     *("dynamic:2,2,4", "dynamic:2,3,5", "dynamic:2,3,6", "dynamic:2,4,6", "dynamic:3,2,6", "dynamic:3,3,8"),
     *("dynamic:2,4,12", "dynamic:3,4,12", "dynamic:4,4,16", "dynamic:6,6,32"),
 )
+
+
+PARTS = ("export", "forward", "baselines", "trees", "sets", "transcript")
 
 
 @click.command(help=__doc__)
@@ -36,19 +43,13 @@ TREES = (
 @click.option("--max-new-tokens", default=128, show_default=True)
 @click.option("--threads", default=0, help="Threads inside an operator; 0: one per core.")
 @click.option("--tree", help="Tree for the sets; default: the best on MT-bench of those tried.")
-@click.option("--only", multiple=True, type=click.Choice(["export", "forward", "baselines", "trees", "sets"]))
+@click.option("--only", multiple=True, type=click.Choice(PARTS))
 @click.option("--force", is_flag=True, help="Measure again what the file already has.")
 @click.option("--out", default="benchmarks/results/cpu_smollm2.json", type=click.Path(path_type=Path))
 def main(**options: Any) -> None:
     run = Run(**options)
-    parts: dict[str, Callable[[], Any]] = {
-        "export": run.export,
-        "forward": run.forward,
-        "baselines": run.baselines,
-        "trees": run.trees,
-        "sets": run.sets,
-    }
-    for name in options["only"] or parts:
+    parts: dict[str, Callable[[], Any]] = {name: getattr(run, name) for name in PARTS}
+    for name in options["only"] or PARTS:
         if name in run.results and not options["force"]:
             click.echo(f"{name}: already in {options['out']}", err=True)
             continue
@@ -60,14 +61,18 @@ def main(**options: Any) -> None:
 
 
 class Run:
-    """The options and what has been measured so far."""
+    """The options and what has been measured so far.
+
+    Parts are kept from one call to the next only while the code that is measured stays the same.
+    """
 
     def __init__(self, out: Path, bundle: str, data: Path, **options: Any) -> None:
         self.out = out
         self.bundle = bundle
         self.data = data
         self.options = options
-        self.results: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
+        known = json.loads(out.read_text()) if out.is_file() else {}
+        self.results: dict[str, Any] = known if known.get("code") == code() else {"code": code()}
         self._engine: Any = None
 
     @property
@@ -118,6 +123,18 @@ class Run:
             "runs": runs,
         }
 
+    def transcript(self) -> dict[str, str]:
+        """The command of the README as a user runs it, and what it prints."""
+        command = f'eagle-run generate {self.bundle} --prompt "{QUESTION}" --max-new-tokens 128 --compare'
+        done = subprocess.run(
+            [sys.executable, "-m", "eagle_run", *shlex.split(command)[1:]],
+            check=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        return {"command": command, "output": done.stdout.strip()}
+
     def forward(self) -> dict[str, Any]:
         """Milliseconds of a target and a draft forward by rows and attended width, sizes taken in turns."""
         import torch
@@ -159,7 +176,8 @@ class Run:
             decoders = {
                 "eagle_run": baselines.ours(self.engine),
                 "transformers": baselines.transformers(folder, self.threads),
-                "onnxruntime_genai": baselines.onnxruntime_genai(folder, Path(work), self.threads),
+                "onnxruntime_genai": baselines.onnxruntime_genai(folder, Path(work), None),
+                "onnxruntime_genai_threads": baselines.onnxruntime_genai(folder, Path(work), self.threads),
             }
             names = list(decoders)
             speeds: dict[str, list[float]] = {name: [] for name in names}
@@ -168,7 +186,7 @@ class Run:
                 decode(prompts[0], 16)
             for turn, prompt in enumerate(prompts):
                 tokens = {}
-                for name in names[turn % 3 :] + names[: turn % 3]:
+                for name in names[turn % 4 :] + names[: turn % 4]:
                     tokens[name], seconds = decoders[name](prompt, self.options["max_new_tokens"])
                     speeds[name].append(len(tokens[name]) / seconds)
                 for name in names:
@@ -228,6 +246,14 @@ class Run:
                 rows[f"{name}_T{temperature:g}"] = report
                 click.echo(f"  {name} T={temperature:g}: {report['speedup']:.3f}", err=True)
         return rows
+
+
+def code() -> str:
+    """SHA-256 over the sources of both packages: what the figures are figures of."""
+    digest = hashlib.sha256()
+    for path in sorted([*ROOT.glob("eagle_export/**/*.py"), *ROOT.glob("runtime/**/*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 if __name__ == "__main__":

@@ -102,19 +102,19 @@ def draw(found: Round, out: Path) -> None:
 
     place = layout(found)
     lines = 1 - min(y for _, y in place.values())
-    figure, axes = plt.subplots(figsize=(1.9 * (max(found.depths) + 2), 0.75 * lines + 0.6))
+    figure, axes = plt.subplots(figsize=(1.6 * (max(found.depths) + 2), 0.6 * lines + 0.6))
     for node, parent in enumerate(found.parents):
         colour = ACCEPTED if node in found.accepted else REFUSED
         if node:
             (x0, y0), (x1, y1) = place[parent], place[node]
-            axes.plot([x0 + 0.38, x1 - 0.38], [y0, y1], color=colour, zorder=1)
+            axes.plot([x0, x1], [y0, y1], color=colour, zorder=1)
         text = found.texts[node].strip() or "␠"
         label(axes, place[node], f"{text}\np = {found.probabilities[node]:.2f}" if node else text, colour)
     last = place[found.accepted[-1]]
     bonus = (max(found.depths) + 1, last[1])
-    axes.plot([last[0] + 0.38, bonus[0] - 0.38], [last[1], bonus[1]], color=BONUS, linestyle=":", zorder=1)
+    axes.plot([last[0], bonus[0]], [last[1], bonus[1]], color=BONUS, linestyle=":", zorder=1)
     label(axes, bonus, f"{found.bonus.strip() or '␠'}\nbonus token", BONUS)
-    axes.set_title(f"… {found.before.strip()}", loc="left", fontsize=10, family="monospace")
+    axes.set_title(f"… {found.before.strip()}", loc="left", fontsize=10, family="monospace", pad=18)
     axes.axis("off")
     figure.savefig(out, bbox_inches="tight", metadata={"Date": None})
 

@@ -25,7 +25,13 @@ def main(check: bool) -> None:
     results = json.loads((ROOT / "benchmarks/results/cpu_smollm2.json").read_text())
     before = readme.read_text()
     after = before
-    for name, table in {"sets": sets, "baselines": baselines, "trees": trees, "export": export}.items():
+    for name, table in {
+        "sets": sets,
+        "baselines": baselines,
+        "trees": trees,
+        "export": export,
+        "transcript": transcript,
+    }.items():
         after = replace(after, name, table(results))
     if check and after != before:
         raise click.ClickException("README.md is not what benchmarks/results says: run this without --check")
@@ -75,13 +81,20 @@ def baselines(results: dict[str, Any]) -> str:
     labels = {
         "eagle_run": "eagle-run, `--tree plain`",
         "transformers": "Transformers, `model.generate`",
-        "onnxruntime_genai": "onnxruntime-genai (its own builder)",
+        "onnxruntime_genai": "onnxruntime-genai, as its builder sets it up",
+        "onnxruntime_genai_threads": "onnxruntime-genai, told the number of threads",
     }
     rows = [
         [label, f"{measured['tokens_per_second'][key]:.1f}", ratio(measured, key)]
         for key, label in labels.items()
     ]
     return markdown(["plain decoding, float32", "tokens/s (median)", "ours against it"], rows)
+
+
+def transcript(results: dict[str, Any]) -> str:
+    """What `make demo` printed, as benchmarks/cpu.py kept it."""
+    said = results["transcript"]
+    return f"```console\n$ {said['command']}\n{said['output']}\n```\n"
 
 
 def ratio(measured: dict[str, Any], key: str) -> str:

@@ -2,4 +2,5 @@
 
 from eagle_export.cli import main
 
-main()
+if __name__ == "__main__":
+    main()

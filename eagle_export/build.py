@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import platform
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_export import recipe as recipes
+from eagle_export import weights
 from eagle_export.options import BuildOptions, cache_rows_for, choose_limits, choose_tree
 from eagle_export.progress import Report, peak_memory_bytes
 from eagle_export.writer import BundleWriter, check_place, require_space
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from eagle_export.reference import Modules
     from eagle_run.backends.base import GraphSpec
 
-_VERSIONS = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime")
+_VERSIONS = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-gpu")
 
 
 @dataclass(frozen=True)
@@ -59,15 +61,15 @@ def build(options: BuildOptions, report: Report) -> Built:
     if plan.precision == "bf16":
         report.note("note: ONNX Runtime computes bf16 on GPUs only; on a CPU this bundle will not load")
     with BundleWriter(plan.out, force=options.force) as writer:
+        with report.step("write vocabulary map and tokenizer"):  # first: a tokenizer may be no good
+            writer.copy_tokenizer(plan.target.folder)
+            head = _head_info(plan, writer)
         with report.step("load the weights"):
             modules = _load(plan)
         specs = export_graphs(modules, plan.limits, writer.file("onnx/target.onnx").parent, report)
         with report.step("check the graphs"):
             check_graphs(writer.folder / "onnx", specs)
             _add_graphs(writer, specs, plan.precision)
-        with report.step("write vocabulary map and tokenizer"):
-            writer.copy_tokenizer(plan.target.folder)
-            head = _head_info(plan, writer)
         with report.step("write the manifest"):
             bundle = writer.finish(
                 target=_target_info(plan),
@@ -104,26 +106,25 @@ def export_only(options: BuildOptions, report: Report) -> Path:
 
 
 def make_plan(options: BuildOptions) -> Plan:
-    """Finds target and head and checks that they fit each other, the graphs and the disk. Traces nothing."""
+    """Finds target and head and checks that they fit each other, the graphs and the disk. Traces nothing.
+
+    What contradicts itself is refused before any weights are fetched or dequantised.
+    """
     from eagle_export.reference import load_config, load_fitting_head
 
-    out = options.out
-    if out is not None:
-        check_place(out, force=options.force)
+    named, _ = recipes.find_target(options.target)
+    out = options.out or _default_place(options, named)
+    check_place(out, force=options.force)
+    _sizes(options, named)
     target = recipes.resolve_target(options.target)
     head = None if options.head == "none" else recipes.resolve_head(options.head, target)
-    if out is None:
-        kind = "plain" if head is None else head.algorithm or Path(head.source).name
-        out = Path("bundles") / f"{target.name}-{kind}"
-        check_place(out, force=options.force)
-    limits = choose_limits(options, target.recipe.limits)
-    tree = None if head is None else choose_tree(options, target.recipe.tree, limits.max_tree_nodes)
-    rows = cache_rows_for(limits, tree)
+    limits, tree = _sizes(options, target.recipe)
     config = load_config(target, limits.max_seq_len)
     loaded = None
     if head is not None:
         loaded = load_fitting_head(head, config, layer_ids=options.head_layer_ids)
     require_space(out, _bytes_needed(target.folder, None if head is None else head.folder, options.precision))
+    rows = cache_rows_for(limits, tree)
     return Plan(
         target=target,
         head=head,
@@ -134,6 +135,22 @@ def make_plan(options: BuildOptions) -> Plan:
         precision=options.precision,
         out=out,
     )
+
+
+def _sizes(options: BuildOptions, recipe: recipes.Recipe) -> tuple[recipes.BuildLimits, TreeDefaults | None]:
+    """Limits and tree of the options over a recipe's. Raises UsageError for what contradicts itself."""
+    limits = choose_limits(options, recipe.limits)
+    if options.head == "none":
+        return limits, None
+    recipes.find_head(options.head, recipe)
+    return limits, choose_tree(options, recipe.tree, limits.max_tree_nodes)
+
+
+def _default_place(options: BuildOptions, recipe: recipes.Recipe) -> Path:
+    kind = "plain" if options.head == "none" else options.head
+    if kind not in ("plain", "eagle1", "eagle3"):
+        kind = Path(str(recipes.find_head(kind, recipe))).name
+    return Path("bundles") / f"{recipe.name}-{kind}"
 
 
 def export_graphs(modules: Modules, limits: Limits, folder: Path, report: Report) -> dict[str, GraphSpec]:
@@ -165,10 +182,12 @@ def check_graphs(folder: Path, specs: dict[str, GraphSpec]) -> None:
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of what took part in a build."""
-    return {"python": platform.python_version()} | {
-        name: importlib.metadata.version(name) for name in _VERSIONS
-    }
+    """Versions of what took part in a build. ONNX Runtime goes by one of two names, so some are absent."""
+    versions = {"python": platform.python_version()}
+    for name in _VERSIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def _load(plan: Plan) -> Modules:
@@ -253,14 +272,15 @@ def _stop_tokens(plan: Plan, folder: Path) -> tuple[int, ...]:
 def _bytes_needed(target: Path, head: Path | None, precision: str) -> int:
     """About what the graphs will take: the weights in the new precision, embeddings twice, a bit more."""
     width = 4 if precision == "fp32" else 2
-    total = sum(_stored_bytes(path, width) for path in sorted(target.glob("*.safetensors")))
-    if head is not None:
-        total += sum(_stored_bytes(path, width) for path in sorted(head.glob("*.safetensors")))
-    return int(total * 1.3) + 50_000_000
+    folders = [target] if head is None else [target, head]
+    files = [path for folder in folders for path in weights.weight_files(folder)]
+    return int(sum(_stored_bytes(path, width) for path in files) * 1.3) + 50_000_000
 
 
 def _stored_bytes(path: Path, width: int) -> int:
-    """Bytes of a safetensors file's values at `width` bytes each; its header alone is read."""
+    """Bytes of a safetensors file's values at `width` bytes each, from its header; a .bin counts as it is."""
+    if path.suffix != ".safetensors":
+        return path.stat().st_size
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     header.pop("__metadata__", None)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
+import signal
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import click
 
 from eagle_export.cli_options import common, json_option, source_options, threads_option
 from eagle_export.options import BACKENDS
+from eagle_run.cli_runner import run_cli
 from eagle_run.errors import EagleError, UsageError
 
 
@@ -227,44 +226,15 @@ def _print_rich(renderable: Any) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs a command line and returns its exit code: 2 for a wrong command line, 1 for any other error."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):  # a terminal that lacks a character shows a ?
-            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    state: dict[str, bool] = {}
-    try:
-        cli.main(args=list(arguments), prog_name="eagle-export", obj=state, standalone_mode=False)
-        sys.stdout.flush()
-    except click.exceptions.Exit as leave:
-        return leave.exit_code
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted; nothing was kept", err=True)
-        return 130
-    except BrokenPipeError:  # the reader has seen enough, e.g. `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except Exception as error:
-        if state.get("debug"):
-            traceback.print_exc()
-        return _show(error)
-    return 0
+    """Runs a command line and returns its exit code."""
+    return run_cli(cli, "eagle-export", arguments, interrupted="interrupted; nothing was kept")
 
 
-def _show(error: Exception) -> int:
-    """Prints an error the way every error looks: what it is, then what to do."""
-    if not isinstance(error, EagleError):
-        message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        hint = "this is not an expected error; run again with --debug and report what it prints"
-        error = EagleError(message, hint=hint)
-    click.echo(f"error: {error.message}", err=True)
-    if error.hint:
-        click.echo(f"hint: {error.hint}", err=True)
-    return error.exit_code
+def _terminate(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def main() -> None:
-    """The console script."""
+    """The console script. SIGTERM ends it as Ctrl-C does: what is half-written goes away."""
+    signal.signal(signal.SIGTERM, _terminate)
     sys.exit(run(sys.argv[1:]))

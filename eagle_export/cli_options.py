@@ -14,19 +14,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def common(function: F) -> F:
-    """--debug, which every command takes."""
-
-    def remember(context: click.Context, _: click.Parameter, value: bool) -> None:
-        if value:
-            context.find_root().ensure_object(dict)["debug"] = True
-
-    option = click.option(
-        "--debug",
-        is_flag=True,
-        expose_value=False,
-        callback=remember,
-        help="Show the traceback of an error.",
-    )
+    """--debug, which every command takes and `run_cli` acts upon."""
+    option = click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
     return option(function)
 
 
@@ -85,7 +74,9 @@ def source_options(function: F) -> F:
             help="Kind of the default draft tree; it can be changed when decoding.",
         ),
         click.option("--depth", type=int, metavar="N", help="Most drafted tokens in a row."),
-        click.option("--top-k", type=int, metavar="N", help="Most children of a node."),
+        click.option(
+            "--branch", "--tree-top-k", "top_k", type=int, metavar="N", help="Most children of a node."
+        ),
         click.option("--nodes", type=int, metavar="N", help="Nodes that the target verifies, root included."),
         threads_option,
         json_option,

@@ -67,13 +67,6 @@ def _facts(data: Description) -> Iterator[tuple[str, str]]:
         yield "head", "none: plain decoding only"
     yield "limits", ", ".join(f"{key} {value}" for key, value in limits.items())
     yield "stops at", _ids(data["stop_token_ids"]) or "nothing"
-    if profile := data["acceptance"]:
-        shares = " ".join(f"{share:.2f}" for share in profile["acceptance_by_depth"])
-        measured = f"{profile['prompts']} prompts, T={profile['temperature']:g}"
-        yield (
-            "acceptance",
-            f"{profile['tokens_per_round']:.2f} tokens per round ({measured}), by depth {shares}",
-        )
     build = data["build"]
     yield "build", f"{build['seconds']:.0f} s, peak memory {size(build['peak_memory_bytes'])}"
     yield "", ", ".join(f"{name} {version}" for name, version in build["versions"].items())

@@ -28,6 +28,8 @@ Group = Literal["library", "machine", "backend", "demo"]
 
 _LIBRARIES = ("torch", "transformers", "onnx", "onnxruntime", "onnxscript")
 _DEMO = "smollm2-135m"
+# Both packages write into one folder: installing the second beside the first leaves a mix of the two.
+_GPU_HINT = "pip uninstall onnxruntime, then pip install --force-reinstall onnxruntime-gpu"
 _ROOM = 5 * 10**9  # bytes on disk, and of memory, that the demo is comfortable with
 
 
@@ -231,8 +233,7 @@ def _backend(name: str, module: str, needs: Sequence[Need]) -> Check:
 
 def _provider(provider: str) -> Need:
     def lack() -> tuple[str, str] | None:
-        extra = "[gpu]" if provider.startswith("CUDA") else ""
-        hint = f"pip install 'eagle-export{extra}'" if extra else "pip install eagle-export"
+        hint = _GPU_HINT if provider.startswith("CUDA") else "pip install eagle-export"
         try:
             import onnxruntime
         except ImportError as error:

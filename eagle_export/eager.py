@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from eagle_run.backends.base import GraphSpec, Run, TensorSpec
+from eagle_run.backends.base import GraphSpec, Run
 from eagle_run.backends.checks import check_tensors
 
 if TYPE_CHECKING:
@@ -64,35 +64,13 @@ def target_graph(module: TargetModule, cache_rows: int) -> EagerGraph:
 
 def fuse_graph(fuse: Fuse) -> EagerGraph:
     """EAGLE-3's fuse as an eager graph."""
-    dtype = _dtype(fuse)
-    features = TensorSpec("features", dtype, ("B", "T", fuse.spec.feature_width))
-    hidden = TensorSpec("hidden", dtype, ("B", "T", fuse.spec.hidden_size))
-    return EagerGraph(fuse, GraphSpec("fuse", (features,), (hidden,)))
+    from eagle_export.graphs.fuse import fuse_spec
+
+    return EagerGraph(fuse, fuse_spec(fuse))
 
 
 def draft_graph(draft: Draft, cache_rows: int) -> EagerGraph:
     """The draft as an eager graph with caches of `cache_rows` rows."""
-    from eagle_export.graphs.target import cache_specs
+    from eagle_export.graphs.draft import draft_spec
 
-    sizes, dtype = draft.spec, _dtype(draft)
-    inputs = (
-        TensorSpec("input_ids", "int64", ("B", "T")),
-        TensorSpec("hidden", dtype, ("B", "T", sizes.hidden_size)),
-        TensorSpec("position_ids", "int64", ("B", "T")),
-        TensorSpec("tree_mask", "bool", ("B", 1, "T", "KV")),
-        TensorSpec("write_index", "int64", ("B",)),
-        TensorSpec("logits_index", "int64", ("B", "R")),
-    )
-    outputs = (
-        TensorSpec("logits", "float32", ("B", "R", sizes.draft_vocab_size)),
-        TensorSpec("hidden_out", dtype, ("B", "T", sizes.hidden_size)),
-    )
-    cache = (sizes.layers, ("B", sizes.kv_heads, cache_rows, sizes.head_dim), dtype)
-    return EagerGraph(
-        draft,
-        GraphSpec("draft", inputs + cache_specs("past", *cache), outputs + cache_specs("present", *cache)),
-    )
-
-
-def _dtype(module: nn.Module) -> str:
-    return str(next(module.parameters()).dtype).removeprefix("torch.")
+    return EagerGraph(draft, draft_spec(draft, cache_rows))

@@ -63,10 +63,20 @@ class BuildOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} should be at least 1, found {value}")
-        given = [name for name in ("tree", "depth", "top_k", "nodes") if getattr(self, name) is not None]
-        if self.head == "none" and given:
+        if self.head == "none":
+            self._check_headless()
+
+    def _check_headless(self) -> None:
+        """An option of the draft means nothing where there is none."""
+        for name, flag in (("tree", "tree"), ("depth", "depth"), ("top_k", "branch"), ("nodes", "nodes")):
+            if getattr(self, name) is not None:
+                raise UsageError(
+                    f"--{flag} describes a draft tree, but --head none has no draft",
+                    hint="leave it out, or name a head",
+                )
+        if self.head_layer_ids is not None:
             raise UsageError(
-                f"--{given[0].replace('_', '-')} describes a draft tree, but --head none has no draft",
+                "--head-layer-ids says what a head reads, but --head none has no head",
                 hint="leave it out, or name a head",
             )
 
@@ -126,7 +136,6 @@ def cache_rows_for(limits: BuildLimits, tree: TreeDefaults | None) -> int:
     behind = max(limits.prefill_chunk, limits.max_tree_nodes)
     if tree is not None:
         shape = parse_tree(tree.kind, tree.depth, tree.top_k, tree.nodes, tree.parents)
-        # Tokens that a finished slot of a batch emitted past its end, and the tree it still computes there.
-        behind = max(behind, shape.cache_rows) + shape.depth
+        behind = max(behind, shape.cache_rows)
     rows = limits.max_seq_len + behind
     return -(-rows // _ROW_STEP) * _ROW_STEP

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -181,37 +181,48 @@ def _read(path: Path) -> Recipe:
     return recipe
 
 
-def resolve_target(target: str) -> ResolvedTarget:
-    """`target` is a recipe's name, a recipe file, a Hugging Face model folder or a hub id (org/name).
+def find_target(target: str) -> tuple[Recipe, Path]:
+    """What `target` names and where its relative paths start, before any of its weights are fetched.
 
-    Downloads or dequantises what is not here yet. Raises UsageError for a name that means nothing, EagleError
-    for weights that are absent or damaged.
+    `target` is a recipe's name, a recipe file, a Hugging Face model folder or a hub id (org/name). The recipe
+    of a hub id has a default context, as its config.json may not be here. Raises UsageError for a name that
+    means nothing.
     """
     if target in _names() or target.endswith((".yaml", ".yml")):
         path = _find(target)
-        recipe = _read(path)
-        return _resolved_target(recipe, path.parent)
+        return _read(path), path.parent
     local = Path(target).expanduser()
     if local.is_dir():
         source = Source(kind="folder", path=str(local.resolve()))
-        return _resolved_target(_default_recipe(local.resolve().name, source, local), local.parent)
+        return _default_recipe(local.resolve().name, source, local), local.parent
     if local.is_file():
         raise UsageError(
             f"{target} is a file", hint="give the Hugging Face folder (config.json and safetensors)"
         )
     if _HUB_ID.fullmatch(target):
-        source = Source(kind="hub", id=target)
-        folder = weights.fetch(target, None)
-        return _resolved_target(_default_recipe(target.partition("/")[2], source, folder), folder)
+        return _default_recipe(target.partition("/")[2], Source(kind="hub", id=target), None), Path()
     raise UsageError(
         f"unknown target {target!r}: no recipe, no folder and no hub id (org/name)",
         hint=_suggest(target, _names()),
     )
 
 
-def _default_recipe(name: str, source: Source, folder: Path) -> Recipe:
-    """For a target without one: the papers' tree, and a context that its positions allow."""
-    positions = weights.read_config(folder).get("max_position_embeddings")
+def resolve_target(target: str) -> ResolvedTarget:
+    """`target` as for `find_target`, its weights downloaded or dequantised where they are not here yet.
+
+    Raises UsageError for a name that means nothing, EagleError for weights that are absent or damaged.
+    """
+    recipe, recipe_dir = find_target(target)
+    found = _resolved_target(recipe, recipe_dir)
+    if recipe.target == Source(kind="hub", id=target):  # only now its config.json is here
+        own = _default_recipe(target.partition("/")[2], recipe.target, found.folder)
+        return replace(found, recipe=own)
+    return found
+
+
+def _default_recipe(name: str, source: Source, folder: Path | None) -> Recipe:
+    """For a target without one: the papers' tree, and a context that the positions of `folder` allow."""
+    positions = weights.read_config(folder).get("max_position_embeddings") if folder else None
     context = min(positions, _DEFAULT_CONTEXT) if isinstance(positions, int) else _DEFAULT_CONTEXT
     return Recipe(
         name=re.sub(r"[^a-z0-9.-]+", "-", name.lower()).strip("-.") or "model",
@@ -235,9 +246,9 @@ def _resolved_target(recipe: Recipe, recipe_dir: Path) -> ResolvedTarget:
     return ResolvedTarget(recipe.name, str(source), folder, sha256, recipe, recipe_dir)
 
 
-def resolve_head(head: str, target: ResolvedTarget) -> ResolvedHead:
-    """`head` is `eagle1` or `eagle3` (the recipe's head of that kind), a checkpoint folder or a hub id."""
-    recipe = target.recipe
+def find_head(head: str, recipe: Recipe) -> HeadSource:
+    """What `head` names, before its weights are fetched: `eagle1` or `eagle3` (the recipe's), a checkpoint
+    folder or a hub id. Raises UsageError for a name that means nothing."""
     if head in ("eagle1", "eagle3"):
         source = recipe.heads.get(head)  # type: ignore[call-overload]
         if source is None:
@@ -246,21 +257,25 @@ def resolve_head(head: str, target: ResolvedTarget) -> ResolvedHead:
                 f"no {head} head is known for {recipe.name}; {there}",
                 hint="give a head's folder or hub id: --head FOLDER or --head org/name",
             )
-        folder = _local(source, target.recipe_dir)
-        identity = weights.folder_identity(folder)
-        return ResolvedHead(str(source), folder, identity, head, source.layer_ids, source.rope_theta)  # type: ignore[arg-type]
+        return source
     local = Path(head).expanduser()
     if local.is_dir():
-        source = HeadSource(kind="folder", path=str(local.resolve()))
-    elif _HUB_ID.fullmatch(head):
-        source = HeadSource(kind="hub", id=head)
-    else:
-        raise UsageError(
-            f"unknown head {head!r}: expected eagle1, eagle3, a folder or a hub id (org/name)",
-            hint=f"{recipe.name} has {', '.join(recipe.heads) or 'no head of its own'}",
-        )
-    folder = _local(source, local.parent)
-    return ResolvedHead(str(source), folder, weights.folder_identity(folder), None)
+        return HeadSource(kind="folder", path=str(local.resolve()))
+    if _HUB_ID.fullmatch(head):
+        return HeadSource(kind="hub", id=head)
+    raise UsageError(
+        f"unknown head {head!r}: expected eagle1, eagle3, a folder or a hub id (org/name)",
+        hint=f"{recipe.name} has {', '.join(recipe.heads) or 'no head of its own'}",
+    )
+
+
+def resolve_head(head: str, target: ResolvedTarget) -> ResolvedHead:
+    """`head` as for `find_head`, its weights downloaded where they are not here yet."""
+    source = find_head(head, target.recipe)
+    algorithm = head if head in ("eagle1", "eagle3") else None
+    folder = _local(source, target.recipe_dir)
+    identity = weights.folder_identity(folder)
+    return ResolvedHead(str(source), folder, identity, algorithm, source.layer_ids, source.rope_theta)  # type: ignore[arg-type]
 
 
 def _local(source: Source, base: Path) -> Path:

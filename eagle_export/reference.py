@@ -16,7 +16,7 @@ from eagle_export.heads import LoadedHead, load_head
 from eagle_export.models.target import FAMILIES, TargetModule, check_family, load_target, target_dims
 from eagle_run.backends.base import Graph
 from eagle_run.bundle import Manifest
-from eagle_run.errors import EagleError
+from eagle_run.errors import EagleError, first_line
 
 if TYPE_CHECKING:
     from eagle_export.models.head import Draft, Fuse
@@ -148,8 +148,3 @@ def _check_same(manifest: Manifest, part: str, expected: str, found: str, source
             f"found {found[:12]}… ({source})",
             hint=f"give the {part} it was built from with --{part}, or build the bundle again",
         )
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its class when it has none."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -17,6 +17,7 @@ import torch
 from eagle_export.parity import LIMITS, compare, row_dependence
 from eagle_export.progress import Report
 from eagle_export.reference import Modules, eager_graphs, reference_of
+from eagle_run.bench_result import merge
 from eagle_run.dataset import read_questions
 from eagle_run.engine import Engine, open_engine
 from eagle_run.loop import Request, Stats
@@ -211,14 +212,7 @@ def profile(tree: TreeShape, answers: Sequence[_Answers]) -> dict[str, Any]:
     `chance` is the share of the answers' tokens that are among their top_k most common: what a head would
     have accepted at depth 1 that always proposes these.
     """
-    total = Stats()
-    for answer in answers:
-        total.rounds += answer.stats.rounds
-        total.emitted += answer.stats.emitted
-        reached = answer.stats.reached
-        total.reached += [0] * (len(reached) - len(total.reached))
-        for depth, count in enumerate(reached):
-            total.reached[depth] += count
+    total = merge([answer.stats for answer in answers])
     counts = Counter(token for answer in answers for token in answer.plain)
     common = sum(count for _, count in counts.most_common(tree.top_k))
     return {

@@ -60,7 +60,7 @@ def folder_identity(folder: Path) -> str:
 
     Tokenizer and model card are not part of it: they do not change the distribution.
     """
-    files = [folder / "config.json", *_weight_files(folder)]
+    files = [folder / "config.json", *weight_files(folder)]
     lines = "".join(f"{file_identity(path)}  {path.name}\n" for path in sorted(files))
     return hashlib.sha256(lines.encode()).hexdigest()
 
@@ -85,7 +85,7 @@ def check_folder(folder: Path) -> None:
         shards = set(_read_json(index).get("weight_map", {}).values())
         if absent := sorted(name for name in shards if not (folder / name).is_file()):
             raise EagleError(f"{folder}: {index.name} lists {', '.join(absent)}, not found", hint=_AGAIN)
-    if not (files := _weight_files(folder)):
+    if not (files := weight_files(folder)):
         raise EagleError(
             f"{folder}: no weights", hint="expected model.safetensors, or its shards, beside config.json"
         )
@@ -98,7 +98,8 @@ def check_folder(folder: Path) -> None:
                 raise EagleError(f"{path}: not a whole safetensors file: {error}", hint=_AGAIN) from None
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a model's weights: safetensors, or torch's .bin where there are none."""
     return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
 
 

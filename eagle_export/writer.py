@@ -32,7 +32,7 @@ from eagle_run.bundle import (
     load_bundle,
     remember_sha256,
 )
-from eagle_run.errors import EagleError, UsageError
+from eagle_run.errors import EagleError, UsageError, first_line
 from eagle_run.text import Text
 
 if TYPE_CHECKING:
@@ -165,9 +165,13 @@ class BundleWriter:
         except Exception as error:
             if _disk_full(error):
                 raise
+            hint = "the folder must hold tokenizer.json (or tokenizer.model) and tokenizer_config.json"
+            if (model_folder / "tokenizer.model").is_file() and not (
+                model_folder / "tokenizer.json"
+            ).is_file():
+                hint = "run `pip install sentencepiece`, which tokenizer.model needs, or add a tokenizer.json"
             raise EagleError(
-                f"{model_folder}: no readable tokenizer: {error}",
-                hint="the folder must hold tokenizer.json (or tokenizer.model) and tokenizer_config.json",
+                f"{model_folder}: no readable tokenizer: {first_line(error)}", hint=hint
             ) from error
         generation = model_folder / "generation_config.json"
         if generation.is_file():

@@ -180,7 +180,6 @@ def _manifest(root: Path, graphs: dict[str, onnx.ModelProto], *, head: bool, nam
         },
         "tree": {"kind": "dynamic", "depth": 3, "top_k": 3, "nodes": 8, "parents": None} if head else None,
         "stop_token_ids": [END],
-        "acceptance": None,
         "tokenizer": [
             _entry(root, f"tokenizer/{file}") for file in ("tokenizer.json", "chat_template.jinja")
         ],

@@ -8,7 +8,7 @@ from typing import Any
 
 from eagle_export.graphs.ops import OPSET
 from eagle_run.backends.base import GraphSpec
-from eagle_run.errors import EagleError
+from eagle_run.errors import EagleError, first_line
 
 _AGAIN = "export it again; if it stays, please report it with the model's config.json"
 
@@ -27,13 +27,13 @@ def check_file(path: Path, spec: GraphSpec | None = None) -> None:
     try:
         model = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf raises its own classes for a damaged file
-        raise EagleError(f"{path} is not an ONNX file: {_first_line(error)}", hint=_AGAIN) from error
+        raise EagleError(f"{path} is not an ONNX file: {first_line(error)}", hint=_AGAIN) from error
     _check_data(path, model)
     _check_operators(path, model)
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except Exception as error:  # ValidationError, InferenceError and others without a common base
-        raise EagleError(f"{path} fails ONNX's check: {_first_line(error)}", hint=_AGAIN) from error
+        raise EagleError(f"{path} fails ONNX's check: {first_line(error)}", hint=_AGAIN) from error
     if spec is not None:
         _check_signature(path, model, spec)
 
@@ -103,7 +103,3 @@ def _check_signature(path: Path, model: Any, spec: GraphSpec) -> None:
                 f"{wrong[0] if wrong else 'some are missing or too many'}",
                 hint=_AGAIN,
             )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

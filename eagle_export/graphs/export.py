@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from eagle_export.graphs import passes
 from eagle_export.graphs.ops import OPSET, TRANSLATION
 from eagle_run.backends.base import GraphSpec, TensorSpec
-from eagle_run.errors import EagleError
+from eagle_run.errors import EagleError, first_line
 
 DynamicAxes = Mapping[str, Mapping[int, str]]
 
@@ -54,6 +54,36 @@ def export_graph(
     )
 
 
+def export_as(expected: GraphSpec, module: nn.Module, path: Path, *, prefix: str = "") -> GraphSpec:
+    """`export_graph` with names, dynamic axes and example sizes from the signature that the graph must have.
+
+    Raises EagleError when the module cannot be traced, or comes out with another signature.
+    """
+    dynamic = {
+        tensor.name: {axis: size for axis, size in enumerate(tensor.shape) if isinstance(size, str)}
+        for tensor in expected.inputs
+    }
+    outputs = [tensor.name for tensor in expected.outputs]
+    inputs = example_inputs(expected, next(module.parameters()).device)
+    spec = export_graph(module, inputs, outputs, dynamic, path, name=expected.name, prefix=prefix)
+    if spec != expected:
+        raise EagleError(f"the traced {expected.name} has the signature {spec}, expected {expected}")
+    return spec
+
+
+def example_inputs(spec: GraphSpec, device: torch.device) -> dict[str, Tensor]:
+    """Inputs to trace with: B=2, T=3, R=2, KV=5. Only the sizes matter, and no dynamic one may be 1."""
+    sizes = {"B": 2, "T": 3, "R": 2, "KV": 5}
+    return {
+        tensor.name: torch.zeros(
+            [sizes[size] if isinstance(size, str) else size for size in tensor.shape],
+            dtype=getattr(torch, tensor.dtype),
+            device=device,
+        )
+        for tensor in spec.inputs
+    }
+
+
 class _Flat(nn.Module):
     """Gives any module the signature `forward(*tensors)`, so that shapes can be described by position."""
 
@@ -82,9 +112,8 @@ def _trace(module: nn.Module, inputs: Mapping[str, Tensor], dynamic: DynamicAxes
             cause: BaseException = error
             while cause.__cause__ is not None:  # the exporter wraps what went wrong in pages of advice
                 cause = cause.__cause__
-            first_line = str(cause).strip().partition("\n")[0]
             raise EagleError(
-                f"the {name} graph could not be traced: {type(cause).__name__}: {first_line}",
+                f"the {name} graph could not be traced: {type(cause).__name__}: {first_line(cause)}",
                 hint="run with --debug for the whole trace",
             ) from error
 

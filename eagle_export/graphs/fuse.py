@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
-from eagle_export.graphs.export import export_graph
+from eagle_export.graphs.export import export_as
 from eagle_export.models.head import Fuse
-from eagle_run.backends.base import GraphSpec
+from eagle_run.backends.base import GraphSpec, TensorSpec
 
 
 def export_fuse(fuse: Fuse, path: Path) -> GraphSpec:
     """Trace `fuse` and write fuse.onnx at `path`, its weights in fuse.onnx.data beside it.
 
-    features [B, T, n*H] -> hidden [B, T, Hd], both in the dtype of the weights; B and T stay dynamic.
+    features [B, T, n*H] -> hidden [B, T, Hd], both in the dtype of the weights; B and T stay dynamic. Raises
+    EagleError when it cannot be traced.
     """
-    weight = fuse.fc.weight
-    features = torch.zeros(2, 3, fuse.spec.feature_width, dtype=weight.dtype, device=weight.device)
-    dynamic = {"features": {0: "B", 1: "T"}}
-    return export_graph(fuse, {"features": features}, ["hidden"], dynamic, path, name="fuse")
+    return export_as(fuse_spec(fuse), fuse, path)
+
+
+def fuse_spec(fuse: Fuse) -> GraphSpec:
+    """The signature of the fuse graph."""
+    dtype = str(fuse.fc.weight.dtype).removeprefix("torch.")
+    features = TensorSpec("features", dtype, ("B", "T", fuse.spec.feature_width))
+    hidden = TensorSpec("hidden", dtype, ("B", "T", fuse.spec.hidden_size))
+    return GraphSpec("fuse", (features,), (hidden,))

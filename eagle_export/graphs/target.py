@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from eagle_export.graphs.export import export_graph
+from eagle_export.graphs.export import export_as
 from eagle_export.models.target import TargetModule
 from eagle_run.backends.base import GraphSpec, TensorSpec
-from eagle_run.errors import EagleError
 
 Shape = tuple[int | str, ...]
 
@@ -22,17 +18,7 @@ def export_target(module: TargetModule, path: Path, *, cache_rows: int) -> Graph
     and one padded tree. B, T, R and KV stay dynamic. Caches and features have the dtype of the module's
     weights. Raises EagleError when the model cannot be traced.
     """
-    expected = target_spec(module, cache_rows)
-    dynamic = {
-        tensor.name: {axis: size for axis, size in enumerate(tensor.shape) if isinstance(size, str)}
-        for tensor in expected.inputs
-    }
-    outputs = [tensor.name for tensor in expected.outputs]
-    inputs = example_inputs(expected, next(module.parameters()).device)
-    spec = export_graph(module, inputs, outputs, dynamic, path, name="target", prefix="model.")
-    if spec != expected:
-        raise EagleError(f"the traced target has the signature {spec}, expected {expected}")
-    return spec
+    return export_as(target_spec(module, cache_rows), module, path, prefix="model.")
 
 
 def target_spec(module: TargetModule, cache_rows: int) -> GraphSpec:
@@ -59,16 +45,3 @@ def cache_specs(prefix: str, layers: int, shape: Shape, dtype: str) -> tuple[Ten
     return tuple(
         TensorSpec(f"{prefix}_{part}.{i}", dtype, shape) for i in range(layers) for part in ("key", "value")
     )
-
-
-def example_inputs(spec: GraphSpec, device: torch.device) -> dict[str, Tensor]:
-    """Inputs to trace with: B=2, T=3, R=2, KV=5. Only the sizes matter, and no dynamic one may be 1."""
-    sizes = {"B": 2, "T": 3, "R": 2, "KV": 5}
-    return {
-        tensor.name: torch.zeros(
-            [sizes[size] if isinstance(size, str) else size for size in tensor.shape],
-            dtype=getattr(torch, tensor.dtype),
-            device=device,
-        )
-        for tensor in spec.inputs
-    }

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eagle_export.heads import safeai, specforge
 from eagle_export.heads.spec import Config, Dialect, HeadSpec, TargetSizes, Tensors, expected_shapes
-from eagle_run.errors import EagleError
+from eagle_run.errors import EagleError, first_line
 
 DIALECTS: dict[str, Dialect] = {"safeai": safeai.read, "specforge": specforge.read}
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -158,9 +158,8 @@ def _read_file(path: Path) -> Tensors:
     except FileNotFoundError:
         raise EagleError(f"{path} is missing", hint="download the whole folder of the head") from None
     except Exception as error:  # both libraries raise whatever their parsers run into
-        first_line = str(error).strip().partition("\n")[0]
         raise EagleError(
-            f"{path} is damaged or not what its name says: {first_line}",
+            f"{path} is damaged or not what its name says: {first_line(error)}",
             hint="download the head again; it may have been cut short",
         ) from error
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from eagle_export.graphs import ops
-from eagle_run.errors import EagleError
+from eagle_run.errors import EagleError, first_line
 
 ATTENTION = "eagle_export"
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -123,9 +123,8 @@ def load_target(folder: Path, dtype: torch.dtype) -> Any:
             output_loading_info=True,
         )
     except Exception as error:  # whatever Transformers, safetensors or torch run into
-        first_line = str(error).strip().partition("\n")[0] or type(error).__name__
         raise EagleError(
-            f"{folder}: expected config.json and whole weight files of a causal model: {first_line}",
+            f"{folder}: expected config.json and whole weight files of a causal model: {first_line(error)}",
             hint="download the model again; a file may be missing or cut short",
         ) from error
     for key, fault in (

@@ -19,7 +19,6 @@ from eagle_run.errors import EagleError
 from eagle_run.hashing import cache_dir, file_sha256, remember_sha256
 from eagle_run.manifest import (
     SCHEMA_VERSION,
-    AcceptanceProfile,
     Artifact,
     BackendName,
     BuildInfo,
@@ -43,7 +42,6 @@ __all__ = [
     "SCHEMA_VERSION",
     "TOKENIZER",
     "VOCAB_MAP_TENSOR",
-    "AcceptanceProfile",
     "Artifact",
     "BackendName",
     "BuildInfo",
@@ -131,6 +129,10 @@ class Bundle:
         low, high = int(table.min()), int(table.max())
         if low < 0 or high >= self.manifest.target.vocab_size:
             raise EagleError(f"{where}: expected {expected}, found ids {low}..{high}", hint=_REBUILD)
+        if twice := len(table) - len(table.unique()):
+            raise EagleError(
+                f"{where}: expected {expected}, each once, found {twice} that repeat others", hint=_REBUILD
+            )
         return table
 
 

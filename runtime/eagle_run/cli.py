@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
 import click
 
 from eagle_run.cli_options import TREE_NOTE, Options, common_options, note
+from eagle_run.cli_runner import run_cli
 from eagle_run.errors import EagleError, UsageError
-
-_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 
 @click.group(
@@ -55,7 +51,11 @@ def cli() -> None:
 )
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-text token.")
 @click.option("--batch", type=int, default=1, show_default=True, help="Prompts decoded side by side.")
-@click.option("--compare", is_flag=True, help="Decode plainly as well; show the speed-up and any difference.")
+@click.option(
+    "--compare",
+    is_flag=True,
+    help="Decode plainly as well; show the speed-up and any difference (exit 1 unless by a tie).",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a prompt instead of the text.")
 @common_options(max_new_tokens=256)
 def generate(
@@ -95,6 +95,11 @@ def generate(
     finally:
         if any(stats.tokens for stats in generation.speculative):
             note(generation.summary())
+    if generation.faults:
+        raise EagleError(
+            f"{generation.faults} of {len(requests)} answers differ from plain decoding, and not by a tie",
+            hint="please report this, with the bundle, the prompt and the options",
+        )
 
 
 @cli.command(epilog=TREE_NOTE)
@@ -204,30 +209,5 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Runs a command line and returns its exit code: 2 for usage, 130 for Ctrl-C, 1 for other errors."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):  # a terminal that lacks a character shows a ?
-            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    debug = "--debug" in arguments
-    try:
-        code = cli.main(arguments, prog_name="eagle-run", standalone_mode=False)
-        sys.stdout.flush()
-        return code if isinstance(code, int) else 0
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        return _INTERRUPTED
-    except BrokenPipeError:  # the reader has seen enough, e.g. `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except EagleError as error:
-        if debug:
-            traceback.print_exc()
-        note(f"error: {error}")
-        return error.exit_code
-    except Exception as error:
-        if debug:
-            traceback.print_exc()
-        note(f"error: {type(error).__name__}: {error}\nhint: run again with --debug, and report this")
-        return 1
+    """Runs a command line and returns its exit code."""
+    return run_cli(cli, "eagle-run", arguments)

@@ -57,7 +57,11 @@ class Options:
     retune: bool
 
     def open(self, batch: int = 1) -> Engine:
-        """Loads the bundle; a spinner on a terminal, since large ones take their time."""
+        """Loads the bundle; a spinner on a terminal, since large ones take their time.
+
+        Raises UsageError first for options that no bundle could make sense of.
+        """
+        self._check()
         with working(f"loading {self.bundle}"):
             from eagle_run.engine import open_engine
 
@@ -68,6 +72,19 @@ class Options:
                 batch=batch,
                 threads=self.threads,
                 with_draft=self.tree != "plain",
+            )
+
+    def _check(self) -> None:
+        from eagle_run.errors import UsageError
+
+        if self.retune and self.tree != "auto":
+            raise UsageError(
+                f"--retune measures for --tree auto, not for {self.tree}", hint="add --tree auto"
+            )
+        if self.draft == "sampled" and self.tree.partition(":")[0] == "dynamic":
+            raise UsageError(
+                "--draft sampled needs a tree that is fixed before it is drawn, and a dynamic one is not",
+                hint="take a static tree or a chain, or --draft topk",
             )
 
     def sampling(self) -> SamplingSettings:

@@ -71,7 +71,8 @@ def read_prompts(path: str | Path) -> list[str | list[dict[str, Any]]]:
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
     """(line number, value) of each JSON line that is not blank; a value is a string or an object."""
-    for number, line in enumerate(read_text(path).splitlines(), start=1):
+    # Not splitlines(): that also breaks at characters such as U+2028, which JSON allows inside a string.
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from eagle_run.backends.base import Graph
-from eagle_run.bundle import Bundle, GraphName, TreeDefaults, load_bundle
+from eagle_run.bundle import Bundle, GraphName, load_bundle
 from eagle_run.errors import EagleError, UsageError
 from eagle_run.loop import Decoder, Piece, Request, Stats
 from eagle_run.sampling import SamplingSettings
 from eagle_run.session import Session
 from eagle_run.text import Text
-from eagle_run.tree import TreeShape, parse_tree
+from eagle_run.tree import TreeShape
 
 BACKENDS = ("auto", "onnxruntime", "tensorrt", "tensorrt-rtx")
 
@@ -92,8 +92,8 @@ class Engine:
     ) -> Request:
         """A request from a text (one user turn; `raw` leaves the chat template out) or from chat messages.
 
-        Stop tokens are the bundle's, none with `ignore_eos`. Raises UsageError for an empty prompt or stop
-        string and EagleError when the chat template refuses.
+        Stop tokens are the bundle's, none with `ignore_eos`. Raises UsageError for an empty stop string, and
+        EagleError for an empty prompt or when the chat template refuses.
         """
         if isinstance(prompt, str):
             ids = self.text.encode_prompt(prompt, system=system, raw=raw)
@@ -139,10 +139,10 @@ class Engine:
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Between the graphs torch has little to do, and its threads would fight the backend's for the cores.
+    """Between the graphs one torch thread is enough, and more would be in the backend's way.
 
-    ONNX Runtime's threads go on spinning after a forward; on two busy cores a round's glue took 120 to 500 ms
-    with two torch threads and 3 to 5 ms with one. What the process had set before is put back.
+    The operations there are on a few rows: too small to gain from being split. A pool of torch threads would
+    only compete for the cores with the backend's own. What the process had set before is put back.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -156,13 +156,6 @@ def _round_time(before: Stats, after: Stats) -> RoundTime:
     draft = after.draft_seconds - before.draft_seconds
     verify = after.verify_seconds - before.verify_seconds
     return RoundTime(draft, verify, after.decode_seconds - before.decode_seconds - draft - verify)
-
-
-def tree_of(defaults: TreeDefaults) -> TreeShape:
-    """The shape that a manifest describes."""
-    if defaults.kind == "static":
-        return parse_tree("static", parents=defaults.parents)
-    return parse_tree(defaults.kind, defaults.depth, defaults.top_k, defaults.nodes)
 
 
 def open_engine(
@@ -204,7 +197,7 @@ def open_engine(
         bundle=bundle,
         decoder=decoder,
         text=text,
-        tree=None if defaults is None else tree_of(defaults),
+        tree=None if defaults is None else defaults.shape(),
         backend=backend,
         device=device,
         threads=threads,

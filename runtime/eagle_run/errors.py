@@ -25,3 +25,9 @@ class UsageError(EagleError):
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message, hint=hint, exit_code=2)
+
+
+def first_line(error: BaseException) -> str:
+    """What a foreign error says, in one line; its type where it says nothing."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

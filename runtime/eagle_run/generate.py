@@ -114,9 +114,14 @@ class Generation:
     speculative: list[Stats] = field(default_factory=list)
     plain: list[Stats] = field(default_factory=list)
     mismatches: int = 0
+    faults: int = 0  # mismatches that are no ties
 
     def run(self, requests: Sequence[Request]) -> None:
-        """Decodes and prints everything; what is out already stays when it is interrupted."""
+        """Decodes and prints everything; what is out already stays when it is interrupted.
+
+        Raises EagleError before anything is decoded when one of the requests cannot be.
+        """
+        self.engine.decoder.check(requests, self.shape, rule=self.rule)
         if self.compare:
             short = replace(requests[0], max_new_tokens=min(8, requests[0].max_new_tokens))
             for shape in (TreeShape.plain(), self.shape):  # a warm-up, for a fair comparison
@@ -152,11 +157,16 @@ class Generation:
         for place, (request, answer) in enumerate(zip(group, decoded.answers, strict=True)):
             comparison = None
             if plain:
-                expected = plain.answers[place].tokens
-                found = find_mismatch(decoder.session, request, expected, answer.tokens, chunk=decoder.chunk)
-                comparison = self._compared(decoded.stats, plain.stats, request, found)
-                if found and comparison["identical"] is not None:
+                comparable = self.rule == "topk" or request.sampling.temperature == 0
+                expected, found = plain.answers[place].tokens, None
+                if comparable:
+                    found = find_mismatch(
+                        decoder.session, request, expected, answer.tokens, chunk=decoder.chunk
+                    )
+                comparison = _compared(decoded.stats, plain.stats, found, comparable=comparable)
+                if found:
                     self.mismatches += 1
+                    self.faults += not found.tie
                     note(_explain(first + place, found))
             if self.as_json:
                 report = {
@@ -172,18 +182,6 @@ class Generation:
                     **({"compare": comparison} if comparison else {}),
                 }
                 _write(json.dumps(report, ensure_ascii=False) + "\n")
-
-    def _compared(
-        self, stats: Stats, plain: Stats, request: Request, mismatch: Mismatch | None
-    ) -> dict[str, Any]:
-        """`identical` is None for sampled drafts at T > 0: other coins, so only the law is the same."""
-        comparable = self.rule == "topk" or request.sampling.temperature == 0
-        return {
-            "plain_tokens_per_second": round(plain.tokens_per_second, 3),
-            "speedup": round(stats.tokens_per_second / plain.tokens_per_second, 4),
-            "identical": mismatch is None if comparable else None,
-            "mismatch": mismatch.as_dict() if mismatch and comparable else None,
-        }
 
     def summary(self) -> str:
         """The line of statistics."""
@@ -202,6 +200,16 @@ class Generation:
             elif self.rule == "topk":
                 parts.append("tokens identical to plain decoding")
         return " | ".join(parts)
+
+
+def _compared(stats: Stats, plain: Stats, mismatch: Mismatch | None, *, comparable: bool) -> dict[str, Any]:
+    """`identical` is None for sampled drafts at T > 0: other coins, so only the law is the same."""
+    return {
+        "plain_tokens_per_second": round(plain.tokens_per_second, 3),
+        "speedup": round(stats.tokens_per_second / plain.tokens_per_second, 4),
+        "identical": mismatch is None if comparable else None,
+        "mismatch": mismatch.as_dict() if mismatch else None,
+    }
 
 
 def statistics(stats: Stats) -> dict[str, Any]:

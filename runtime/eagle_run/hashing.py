@@ -25,23 +25,30 @@ def cache_dir(tool: str) -> Path:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, remembered by (path, size, modification time). Raises OSError."""
+    """SHA-256 of a file, remembered by (path, size, modification time). Raises OSError.
+
+    The hash of a file that is written to meanwhile is of no one content: it is not remembered.
+    """
     known, key, stamp = _remembered(), str(path.resolve()), _stamp(path)
     if known.get(key, [])[:2] == stamp:
         return str(known[key][2])
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    remember_sha256({path: digest})
+    if _stamp(path) == stamp:
+        _remember({key: [*stamp, digest]})
     return digest
 
 
 def remember_sha256(digests: dict[Path, str]) -> None:
     """Note hashes that were just computed. A cache that cannot be written only costs time."""
+    _remember({str(path.resolve()): [*_stamp(path), digest] for path, digest in digests.items()})
+
+
+def _remember(entries: dict[str, list[Any]]) -> None:
     known = _remembered()
-    for path, digest in digests.items():
-        key = str(path.resolve())
+    for key, entry in entries.items():
         known.pop(key, None)  # a renewed entry moves to the young end
-        known[key] = [*_stamp(path), digest]
+        known[key] = entry
     kept = dict(list(known.items())[-_REMEMBERED:])
     where = cache_dir("eagle-run") / "hashes.json"
     temporary = where.with_name(f"hashes.{os.getpid()}.tmp")

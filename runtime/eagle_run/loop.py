@@ -120,9 +120,9 @@ class Decoder:
 
         `rule` is how children are drafted and accepted: "topk" (the k most likely; draw x ~ p and follow) or
         "sampled" (drawn from q without replacement; rejection sampling). Both emit exactly p.
-        Raises EagleError for an empty prompt or one that leaves no room in the context.
+        Raises EagleError for what `check` refuses, before anything is computed.
         """
-        self._check(requests, shape)
+        self.check(requests, shape, rule=rule)
         stats = stats if stats is not None else Stats()
         for first in range(0, len(requests), self.session.batch):
             group = requests[first : first + self.session.batch]
@@ -165,7 +165,12 @@ class Decoder:
                     lengths[i] = 0
                 yield piece
 
-    def _check(self, requests: Sequence[Request], shape: TreeShape) -> None:
+    def check(self, requests: Sequence[Request], shape: TreeShape, *, rule: str = "topk") -> None:
+        """Can all of this be decoded? Costs nothing, and names a request by its place in `requests`.
+
+        Raises EagleError for an empty prompt or one that leaves no room in the context, and UsageError for a
+        tree that does not go with the bundle or the rule.
+        """
         for index, request in enumerate(requests):
             if not request.prompt:
                 raise EagleError(f"prompt {index} is empty", hint="give at least one token")
@@ -177,17 +182,33 @@ class Decoder:
                 )
             if request.max_new_tokens < 1:
                 raise UsageError(f"max_new_tokens is {request.max_new_tokens}; it must be at least 1")
-        rows = self.max_seq_len + max(self.chunk, shape.cache_rows)
-        if rows > self.session.cache_rows:
+        self._check_rows(shape)
+        if shape.kind == "dynamic" and rule == "sampled":
             raise UsageError(
-                f"this tree needs {rows} cache rows; the bundle's graphs have {self.session.cache_rows}",
-                hint="take a smaller tree, or build the bundle with a larger --max-tree-nodes",
+                "sampled drafts need a tree that is fixed before they are drawn, and a dynamic one is not",
+                hint="take a static tree or a chain, or the rule topk",
             )
         if shape.levels and not self.session.has_draft:
             raise UsageError(
                 "this bundle has no draft head, so only plain decoding is possible",
                 hint="use --tree plain, or build the bundle with --head",
             )
+
+    def _check_rows(self, shape: TreeShape) -> None:
+        """Behind the longest sequence the caches must have room for what one forward writes."""
+        there, behind = self.session.cache_rows, max(self.chunk, shape.cache_rows)
+        if self.max_seq_len + behind <= there:
+            return
+        found = f"{self.max_seq_len + behind} cache rows; the bundle's graphs have {there}"
+        if shape.cache_rows == behind:
+            raise UsageError(
+                f"this tree needs {found}",
+                hint="take a smaller tree, or build the bundle with a larger --max-tree-nodes",
+            )
+        raise UsageError(
+            f"prefill in chunks of {self.chunk} tokens needs {found}",
+            hint="take smaller chunks, or build the bundle again with this chunk",
+        )
 
 
 class _Slot:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from eagle_run.tree import TreeShape, parse_tree
+
 if TYPE_CHECKING:
     from eagle_run.backends.base import GraphSpec
 
@@ -67,7 +69,7 @@ class TensorInfo(Record):
     """One input or output: `shape` holds sizes, or names (B, T, R, KV) for dynamic axes."""
 
     name: str
-    dtype: Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "int32", "bool"]
+    dtype: Literal["float32", "float16", "bfloat16", "int64", "int32", "bool"]
     shape: tuple[int | str, ...]
 
 
@@ -150,6 +152,12 @@ class TreeDefaults(Record):
             self._check_parents(self.parents)
         return self
 
+    def shape(self) -> TreeShape:
+        """The tree as the decoder takes it."""
+        if self.kind == "static":
+            return parse_tree("static", parents=self.parents)
+        return parse_tree(self.kind, self.depth, self.top_k, self.nodes)
+
     def _check_parents(self, parents: tuple[int, ...]) -> None:
         if len(parents) != self.nodes or parents[0] != -1:
             raise ValueError(f"parents must hold {self.nodes} entries, the first -1 (the root)")
@@ -164,15 +172,6 @@ class TreeDefaults(Record):
                 f"parents describe depth {max(level)} and up to {widest} children, "
                 f"not depth {self.depth} and top_k {self.top_k}"
             )
-
-
-class AcceptanceProfile(Record):
-    """Measured acceptance of this head on a few prompts; a later run far below it points to a fault."""
-
-    prompts: Count
-    temperature: Annotated[float, Field(ge=0)]
-    tokens_per_round: Annotated[float, Field(ge=1)]
-    acceptance_by_depth: tuple[Annotated[float, Field(ge=0, le=1)], ...]
 
 
 class Artifact(Record):
@@ -219,7 +218,6 @@ class Manifest(Record):
     limits: Limits
     tree: TreeDefaults | None
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...]
-    acceptance: AcceptanceProfile | None = None
     tokenizer: tuple[FileEntry, ...]
     artifacts: tuple[Artifact, ...]
     build: BuildInfo
@@ -241,8 +239,7 @@ class Manifest(Record):
 def _contradictions(manifest: Manifest) -> Iterator[str]:
     """What cannot be true at once, most telling first."""
     target, head, limits, tree = manifest.target, manifest.head, manifest.limits, manifest.tree
-    if limits.max_seq_len > limits.cache_rows:
-        yield f"max_seq_len {limits.max_seq_len} does not fit {limits.cache_rows} cache_rows"
+    yield from _limit_contradictions(limits, tree)
     if any(token >= target.vocab_size for token in manifest.stop_token_ids):
         yield f"stop_token_ids {list(manifest.stop_token_ids)} pass the vocabulary of {target.vocab_size}"
     if (head is None) != (tree is None):
@@ -254,6 +251,21 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
     layers = {"target": target.layers, "draft": head.layers if head else 0, "fuse": 0}
     for artifact in manifest.artifacts:
         yield from _artifact_contradictions(artifact, layers[artifact.graph], has_head=head is not None)
+
+
+def _limit_contradictions(limits: Limits, tree: TreeDefaults | None) -> Iterator[str]:
+    """Behind the longest sequence a cache has room for a prefill chunk, and for the tree of a round."""
+    behind = max(limits.prefill_chunk, tree.shape().cache_rows if tree else 1)
+    needed = limits.max_seq_len + behind
+    caches = {"cache_rows": limits.cache_rows}
+    if tree:
+        caches["draft_cache_rows"] = limits.draft_cache_rows
+    for name, rows in caches.items():
+        if rows < needed:
+            yield (
+                f"max_seq_len {limits.max_seq_len} and {behind} rows behind it for a prefill chunk or tree "
+                f"need {needed} rows, but {name} is {rows}"
+            )
 
 
 def _head_contradictions(head: HeadInfo, target: TargetInfo) -> Iterator[str]:

@@ -91,10 +91,10 @@ class Text:
     def encode_prompt(self, prompt: str, *, system: str | None = None, raw: bool = False) -> list[int]:
         """Ids of one user turn through the chat template; of the bare text if `raw` or without a template.
 
-        Raises UsageError for an empty prompt.
+        Raises EagleError for an empty prompt.
         """
         if not prompt.strip():
-            raise UsageError("the prompt is empty", hint="give some text with --prompt, or on standard input")
+            raise EagleError("the prompt is empty", hint="give some text with --prompt, or on standard input")
         if raw or self.chat_template is None:
             if system is not None:
                 raise UsageError(

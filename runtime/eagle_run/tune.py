@@ -19,24 +19,23 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from eagle_run.accept import Path
 from eagle_run.engine import Decoded, Engine, one_torch_thread
 from eagle_run.environment import environment
 from eagle_run.errors import EagleError
+from eagle_run.forward_time import forward_seconds, fuse_seconds
 from eagle_run.hashing import cache_dir
 from eagle_run.loop import Request
 from eagle_run.prefill import kv_bucket, prefill
 from eagle_run.sampling import SamplingSettings, stack
-from eagle_run.session import Forward, Session, State
+from eagle_run.session import Session, State
 from eagle_run.step import accept, commit, draft, verify
 from eagle_run.tree import TreeShape
 from eagle_run.tree_spec import describe, parse_spec, spec_of
-from eagle_run.tune_model import Costs, decide, interpolate, rank_paths, shortlist
+from eagle_run.tune_model import Costs, decide, dynamic_like, interpolate, rank_paths, shortlist
 
-_ROWS = {"target": (1, 2, 4, 8, 16, 32), "draft": (1, 2, 4, 8)}
 _PROMPTS = (
     "Explain how rainbows form, and why no two people see the same one.",
     "Write a Python function that merges two sorted lists, with a docstring and an example.",
@@ -87,7 +86,10 @@ def tune(engine: Engine, *, sampling: SamplingSettings, rule: str = "topk", seco
     if not requests:
         return Choice(TreeShape.plain(), 1.0, "the context is too short to measure in")
     with one_torch_thread():
-        ratios = _heats(engine, _entrants(engine, requests, rule, seconds), requests, rule, seconds)
+        entrants = _entrants(engine, requests, rule, seconds)
+        if not entrants:
+            return Choice(TreeShape.plain(), 1.0, "the caches have no room to measure a tree in")
+        ratios = _heats(engine, entrants, requests, rule, seconds)
     tree, speedup = decide(ratios)
     spent = f"measured in {time.perf_counter() - start:.0f} s"
     if tree.kind == "plain":
@@ -105,23 +107,32 @@ def _requests(engine: Engine, sampling: SamplingSettings) -> list[list[Request]]
 
 
 def _entrants(engine: Engine, requests: list[list[Request]], rule: str, seconds: float) -> list[TreeShape]:
-    """Trees worth running: the two best predicted, a dynamic one of the best's size, the bundle's own."""
+    """Trees worth running: the two best predicted, a dynamic one of the best's size, the bundle's own.
+
+    Empty when not one round of a tree could be measured.
+    """
     session = engine.decoder.session
-    most = engine.bundle.manifest.limits.max_tree_nodes
-    target, drafting = (_forward_seconds(session, graph, most) for graph in ("target", "draft"))
+    room = session.cache_rows - engine.decoder.max_seq_len  # what a round may write behind any sequence
+    most = min(engine.bundle.manifest.limits.max_tree_nodes, room)
+    if most < 2:
+        return []
+    target, drafting = (forward_seconds(session, graph, most) for graph in ("target", "draft"))
     wide = _wide_tree(target, most)
     paths, glue = _survey(engine, requests, wide, seconds / 4)
+    if not paths:
+        return []
     short = [replace(request, max_new_tokens=8) for request in requests[0]]
     plain_glue = median(time.glue for time in engine.decode(short, TreeShape.plain()).rounds)
-    costs = Costs(target, drafting, (plain_glue, max(glue - plain_glue, 0) / len(wide.levels)))
+    per_level = max(median(glue) - plain_glue, 0) / len(wide.levels)
+    costs = Costs(target, drafting, (plain_glue, per_level), fuse_seconds(session))
     found = shortlist(costs, paths, seen=wide, max_nodes=most, keep=2)
     if rule == "topk":
         best = found[0]
         if best.depth > 1:
-            found.append(TreeShape.dynamic(best.depth, max(2, best.top_k), best.nodes))
+            found.append(dynamic_like(best))
         assert engine.tree is not None  # `auto_tree` has seen to that
         found.append(engine.tree)
-    return list(dict.fromkeys(found))
+    return [shape for shape in dict.fromkeys(found) if shape.cache_rows <= room]
 
 
 def _wide_tree(target: Mapping[int, float], max_nodes: int) -> TreeShape:
@@ -139,17 +150,21 @@ def _wide_tree(target: Mapping[int, float], max_nodes: int) -> TreeShape:
 
 def _survey(
     engine: Engine, requests: list[list[Request]], shape: TreeShape, seconds: float
-) -> tuple[list[tuple[int, ...]], float]:
-    """(ranks of every accepted path, median seconds of a round outside the graphs) with the wide tree."""
+) -> tuple[list[tuple[int, ...]], list[float]]:
+    """(ranks of every accepted path, seconds of every round outside the graphs) with the wide tree.
+
+    Both are empty when the caches have no room for a round.
+    """
     session, limit = engine.decoder.session, time.perf_counter() + seconds
     paths: list[tuple[int, ...]] = []
     glue: list[float] = []
-    for group in itertools.cycle(requests):
+    for number, group in enumerate(itertools.cycle(requests), start=1):
         state = session.new_state(shape.depth + 1, stack([r.sampling for r in group], session.device))
         prefill(session, state, [request.prompt for request in group], chunk=engine.decoder.chunk)
         for _ in range(12):
-            rows = int(state.length.max()) + shape.cache_rows
-            if rows > engine.decoder.max_seq_len:
+            longest = int(state.length.max())
+            rows = longest + shape.cache_rows
+            if longest >= engine.decoder.max_seq_len or rows > session.cache_rows:
                 break
             session.clock.reset()
             start = time.perf_counter()
@@ -157,9 +172,9 @@ def _survey(
             ends = path.nodes[:, -1].tolist()
             glue.append(time.perf_counter() - start - sum(session.clock.seconds.values()))
             paths += [rank_paths(table)[end] for table, end in zip(parents.tolist(), ends, strict=True)]
-        if time.perf_counter() > limit:
+        if time.perf_counter() > limit or (number == len(requests) and not glue):
             break
-    return paths, median(glue)
+    return paths, glue
 
 
 def _round(session: Session, state: State, shape: TreeShape, kv: int) -> tuple[Path, Tensor]:
@@ -169,30 +184,6 @@ def _round(session: Session, state: State, shape: TreeShape, kv: int) -> tuple[P
     path = accept(state, plan, seen, rule="topk")
     commit(session, state, shape, path, seen)
     return path, plan.parents
-
-
-def _forward_seconds(session: Session, graph: str, most: int) -> dict[int, float]:
-    """Least seconds of a few forwards by rows, over a few hundred cached tokens: what else runs only adds."""
-    kv = kv_bucket(256, session.cache_rows)
-    found = {}
-    for rows in _ROWS[graph]:
-        if rows > most:
-            break
-        forward = getattr(session, graph)(rows, 1 if graph == "draft" else rows, kv)
-        for name, tensor in forward.inputs.items():
-            if not name.startswith("past_"):  # those are the cache itself
-                tensor.fill_(name == "tree_mask")
-        first = _seconds(session, forward)  # binds and warms up; it also says how many more there is time for
-        found[rows] = min(_seconds(session, forward) for _ in range(max(1, min(5, int(0.5 / first)))))
-    return found
-
-
-def _seconds(session: Session, forward: Forward) -> float:
-    start = time.perf_counter()
-    forward.run()
-    if session.device.type == "cuda":
-        torch.cuda.synchronize(session.device)
-    return time.perf_counter() - start
 
 
 def _heats(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 from eagle_run.errors import UsageError
@@ -18,18 +18,20 @@ _SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # nodes of the tree
 class Costs:
     """Seconds of a forward by its number of rows, and of what a round does outside the graphs.
 
-    `draft` includes the fuse graph's share. `glue` holds a round without draft, and one more per draft level.
+    `glue` holds a round without draft, and one more per draft level. `fuse` is empty for a head without it.
     """
 
     target: Mapping[int, float]
     draft: Mapping[int, float]
     glue: tuple[float, float]
+    fuse: Mapping[int, float] = field(default_factory=dict)
 
     def round(self, shape: TreeShape) -> float:
-        """Predicted seconds of a round: prime, one forward a level, verification, and the rest."""
+        """Predicted seconds of a round: fuse and prime, one forward a level, verification, and the rest."""
         seconds = interpolate(self.target, shape.nodes) + self.glue[0] + self.glue[1] * len(shape.levels)
         if shape.levels:
             seconds += interpolate(self.draft, shape.depth + 1)
+            seconds += interpolate(self.fuse, shape.depth + 1) if self.fuse else 0.0
             seconds += sum(interpolate(self.draft, level.width) for level in shape.levels[1:])
         return seconds
 
@@ -105,6 +107,12 @@ def shortlist(
         if len(best) < keep and all(shape.nodes != other.nodes for other in best):
             best.append(shape)
     return best
+
+
+def dynamic_like(shape: TreeShape) -> TreeShape:
+    """The dynamic tree of a fixed one's sizes, but with no more nodes than its levels give candidates."""
+    top_k = max(2, shape.top_k)
+    return TreeShape.dynamic(shape.depth, top_k, min(shape.nodes, 1 + top_k + (shape.depth - 1) * top_k**2))
 
 
 def decide(ratios: Mapping[TreeShape, Sequence[float]]) -> tuple[TreeShape, float]:

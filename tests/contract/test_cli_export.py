@@ -20,7 +20,7 @@ import eagle_export.build
 from eagle_run.bundle import load_bundle
 
 SMALL = ("--max-seq-len", "64", "--prefill-chunk", "16", "--max-tree-nodes", "16", "--max-batch", "2")
-TREE = ("--tree", "dynamic", "--depth", "2", "--top-k", "2", "--nodes", "4")
+TREE = ("--tree", "dynamic", "--depth", "2", "--branch", "2", "--nodes", "4")
 
 
 def test_the_console_script_answers() -> None:
@@ -49,6 +49,8 @@ def test_every_command_explains_itself(command: str, cli: Cli) -> None:
         (["build", "--target", "smollm2-135m", "--head-layer-ids", "two"], ["2,16,29"]),
         (["build", "--target", "smollm2-135m", "--max-seq-len", "0"], ["--max-seq-len"]),
         (["build", "--target", "smollm2-135m", "--head", "none", "--depth", "2"], ["--depth"]),
+        (["build", "--target", "smollm2-135m", "--head", "none", "--layer-ids", "2"], ["--head-layer-ids"]),
+        (["build", "--target", "smollm2-135m", "--top-k", "2"], ["--tree-top-k"]),  # eagle-run samples by it
         (["build", "--target", "smollm2-135m", "--frobnicate"], ["--frobnicate"]),
         (["export", "--target", "smollm2-135m"], ["--out"]),
         (["inspect"], ["BUNDLE"]),
@@ -77,11 +79,11 @@ def test_what_is_not_there_yet_says_so(
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
-        (["--depth", "1", "--top-k", "2", "--nodes", "9"], ["8 candidates", "at most 3 nodes"]),
+        (["--depth", "1", "--branch", "2", "--nodes", "9"], ["8 candidates", "at most 3 nodes"]),
         (["--depth", "0"], ["depth"]),
-        (["--tree", "chain", "--depth", "3", "--top-k", "2"], ["top_k"]),
-        (["--tree", "static", "--depth", "2", "--top-k", "2", "--nodes", "9"], ["at most 7"]),
-        (["--depth", "9", "--top-k", "10", "--nodes", "70"], ["--max-tree-nodes"]),
+        (["--tree", "chain", "--depth", "3", "--tree-top-k", "2"], ["top_k"]),
+        (["--tree", "static", "--depth", "2", "--branch", "2", "--nodes", "9"], ["at most 7"]),
+        (["--depth", "9", "--branch", "10", "--nodes", "70"], ["--max-tree-nodes"]),
     ],
 )
 def test_a_tree_that_makes_no_sense_is_refused(
@@ -210,6 +212,47 @@ def test_a_build_that_ends_early_leaves_what_was_there(
     assert leftovers(tmp_path) == ["b"]
     assert (out / "manifest.json").read_bytes() == before
     load_bundle(out)
+
+
+_SLOW_BUILD = """
+import sys, time
+import eagle_export.build
+from eagle_export.cli import main
+
+def export_graphs(modules, limits, folder, report):
+    (folder / "half.onnx").write_bytes(b"half")
+    print("exporting", flush=True)
+    time.sleep(60)
+
+eagle_export.build.export_graphs = export_graphs
+sys.argv = ["eagle-export", *sys.argv[1:]]
+main()
+"""
+
+
+def test_a_build_that_is_terminated_leaves_nothing(tiny_target: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out" / "b"
+    arguments = ["build", "--target", str(tiny_target), "--head", "none", "--out", str(out), *SMALL]
+    program = [sys.executable, "-c", _SLOW_BUILD, *arguments]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "exporting\n"
+        assert leftovers(out.parent) != []
+        process.terminate()
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 130, told
+    assert "interrupted" in told
+    assert leftovers(out.parent) == []
+
+
+def test_a_target_without_a_tokenizer_is_refused_before_the_weights_are_read(
+    cli: Cli, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eagle_export.build, "_load", _must_not_run)
+    target = shutil.copytree(tiny_target, tmp_path / "target", ignore=shutil.ignore_patterns("tokenizer*"))
+    out = tmp_path / "out" / "b"
+    fails(cli("build", "--target", target, "--head", "none", "--out", out, *SMALL), 1, "tokenizer.json")
+    assert leftovers(out.parent) == []
 
 
 def test_a_full_disk_is_noticed_before_the_work(

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from tinybundle import MAX_SEQ_LEN, make_bundle
 
-from eagle_run import tune
+from eagle_run import generate, tune
 from eagle_run.cli import run
 from eagle_run.engine import Engine, open_engine
 from eagle_run.loop import Piece
+from eagle_run.mismatch import Mismatch
 from eagle_run.tree import TreeShape
 
 COMMANDS = ("generate", "chat", "bench")
@@ -57,20 +58,15 @@ def process(*arguments: object) -> list[str]:
     return [sys.executable, "-c", "from eagle_run.cli import main; main()", *map(str, arguments)]
 
 
-# Help and imports
+# Help
 
 
-def test_help_loads_nothing_heavy() -> None:
-    program = (
-        "import sys\nfrom eagle_run.cli import run\n"
-        "codes = [run([*command, '--help']) for command in ([], ['generate'], ['chat'], ['bench'])]\n"
-        "heavy = {'torch', 'onnxruntime', 'numpy', 'pydantic', 'tokenizers', 'rich'} & set(sys.modules)\n"
-        "sys.exit(str(heavy) if heavy else max(codes))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_help_names_what_there_is(eagle_run: Any) -> None:
+    shown = [eagle_run(*command, "--help") for command in ([], ["generate"], ["chat"], ["bench"])]
+    assert [(done.code, done.err) for done in shown] == [(0, "")] * 4
+    text = "".join(done.out for done in shown)
     for word in (*COMMANDS, "--tree", "--dataset", "num_speculative_tokens", "/reset"):
-        assert word in done.stdout
+        assert word in text
 
 
 def test_version(eagle_run: Any) -> None:
@@ -148,8 +144,21 @@ def test_compare_does_not_hide_a_difference(
     assert "answer 0 differs from plain decoding at token 3" in result.err
     assert "NOT a tie" in result.err
     assert "1 answers DIFFER" in result.err
+    assert "error: 1 of 1 answers differ from plain decoding, and not by a tie" in result.err
+    assert result.code == 1
+    assert len(result.out) > 4  # the answer is there all the same
     compare = json.loads(eagle_run(*arguments, "--json").out)["compare"]
     assert (compare["identical"], compare["mismatch"]["position"]) == (False, 3)
+
+
+def test_a_tie_is_reported_but_no_fault(
+    eagle_run: Any, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tie = Mismatch(2, 1, 5, gap=1e-6, tie=True)
+    monkeypatch.setattr(generate, "find_mismatch", lambda *_, **__: tie)
+    result = eagle_run("generate", tiny_bundle, "--prompt", "hello", "--max-new-tokens", 4, "--compare")
+    assert "a tie that rounding decided" in result.err
+    assert (result.code, "error" in result.err) == (0, False)
 
 
 def test_seed_decides_the_text(eagle_run: Any, tiny_bundle: Path) -> None:
@@ -162,7 +171,13 @@ def test_seed_decides_the_text(eagle_run: Any, tiny_bundle: Path) -> None:
     assert text(1) != text(2)
 
 
-def test_sampled_drafts_claim_no_identity(eagle_run: Any, tiny_bundle: Path) -> None:
+def test_sampled_drafts_claim_no_identity(
+    eagle_run: Any, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("compared answers that need not be equal")
+
+    monkeypatch.setattr(generate, "find_mismatch", fail)
     result = eagle_run(
         "generate",
         tiny_bundle,
@@ -175,6 +190,7 @@ def test_sampled_drafts_claim_no_identity(eagle_run: Any, tiny_bundle: Path) -> 
         "--compare",
         "--json",
     )
+    assert result.code == 0
     compare = json.loads(result.out)["compare"]
     assert (compare["identical"], compare["mismatch"]) == (None, None)
     assert "identical" not in result.err
@@ -290,6 +306,18 @@ def test_prompt_longer_than_the_context(eagle_run: Any, tiny_bundle: Path) -> No
     assert f"the bundle's context is {MAX_SEQ_LEN}" in result.err
 
 
+@pytest.mark.parametrize("more", [[], ["--compare"], ["--batch", "2"]])
+def test_a_long_prompt_is_found_before_anything_is_decoded(
+    eagle_run: Any, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    decoded: list[object] = []
+    monkeypatch.setattr(Engine, "decode", lambda *arguments, **_: decoded.append(arguments))
+    prompts = [part for text in ("a", "b", "c", "x" * 300) for part in ("--prompt", text)]
+    result = eagle_run("generate", tiny_bundle, *prompts, *more)
+    assert (result.code, result.out, decoded) == (1, "", [])
+    assert "prompt 3 has" in result.err
+
+
 def test_an_answer_that_fills_the_context_ends_with_length(eagle_run: Any, tiny_bundle: Path) -> None:
     arguments = ["--prompt", "x" * 150, "--ignore-eos", "--max-new-tokens", 1000, "--json"]
     answer = json.loads(eagle_run("generate", tiny_bundle, *arguments).out)
@@ -321,6 +349,9 @@ def test_an_answer_that_fills_the_context_ends_with_length(eagle_run: Any, tiny_
         (["--prompt", "x", "--tree", "dynamic:2,2,50"], 2, "needs 49 candidates"),
         (["--prompt", "x", "--tree", "dynamic:9,9,400"], 2, "cache rows"),
         (["--prompt", "x", "--tree", "dynamic:2,2,5", "--draft", "sampled"], 2, "static tree or a chain"),
+        (["--prompt", "x", "--draft", "sampled", "--tree", "dynamic"], 2, "static tree or a chain"),
+        (["--prompt", "x", "--retune"], 2, "--retune measures for --tree auto"),
+        (["--prompt", "x", "--retune", "--tree", "chain:2"], 2, "--retune measures for --tree auto"),
         (["--prompt", "x", "--backend", "tensorrt"], 1, "not in this version"),
     ],
 )
@@ -329,6 +360,11 @@ def test_bad_input(eagle_run: Any, tiny_bundle: Path, arguments: list[str], code
     assert (result.code, result.out) == (code, "")
     assert message in result.err
     assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize("options", [["--retune"], ["--draft", "sampled", "--tree", "dynamic:2,2,5"]])
+def test_options_are_checked_before_the_bundle_is_loaded(eagle_run: Any, options: list[str]) -> None:
+    assert eagle_run("generate", "/does/not/exist", "--prompt", "x", *options).code == 2
 
 
 def test_invalid_utf8_on_stdin(eagle_run: Any, tiny_bundle: Path, stdin: Any) -> None:

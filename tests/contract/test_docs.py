@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -16,3 +18,9 @@ def test_structure_lists_every_module() -> None:
     spec.loader.exec_module(module)
     page = (ROOT / "docs/structure.md").read_text(encoding="utf-8")
     assert page == module.render(page), "run: python docs/make_structure.py"
+
+
+def test_readme_has_the_measured_figures() -> None:
+    check = [sys.executable, "-m", "benchmarks.readme_tables", "--check"]
+    done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr

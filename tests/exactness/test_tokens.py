@@ -261,6 +261,11 @@ def test_what_cannot_be_decoded_is_refused(tiny_modules: Modules, tiny_target: P
     assert refuses(decoder, Request((5,), max_new_tokens=0), PLAIN, "max_new_tokens").exit_code == 2
     large = TreeShape.dynamic(4, 4, 40)
     assert isinstance(refuses(decoder, Request((5,)), large, "cache rows"), UsageError)
+    chunky = eager_decoder(tiny_modules, max_seq_len=32, chunk=17, extra_rows=16)
+    error = refuses(chunky, Request((5,)), SHAPES["chain"], "prefill in chunks of 17 tokens needs 49 cache")
+    assert "tree" not in str(error)
+    with pytest.raises(UsageError, match="sampled drafts need a tree that is fixed"):
+        decoder.check([Request((5,))], SHAPES["dynamic"], rule="sampled")
     headless = eager_decoder(modules_of(tiny_target))
     refuses(headless, Request((5,)), SHAPES["chain"], "no draft head")
 

@@ -30,12 +30,13 @@ class Target:
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Target]:
-    """kind -> target, each exported once."""
+    """kind, or kind-fp16 for half precision -> target, each exported once."""
     made: dict[str, Target] = {}
 
     def get(kind: str) -> Target:
         if kind not in made:
-            model = make_model(kind)
+            model = make_model(kind.removesuffix("-fp16"))
+            model = model.half() if kind.endswith("-fp16") else model
             module = TargetModule(model, (0, 1, 3)).eval()
             path = tmp_path_factory.mktemp(kind) / "target.onnx"
             made[kind] = Target(model, module, path, export_target(module, path, cache_rows=ROWS))

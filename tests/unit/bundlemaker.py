@@ -112,6 +112,5 @@ def fields(root: Path) -> dict[str, Any]:
         },
         "tree": {"kind": "dynamic", "depth": 2, "top_k": 2, "nodes": 4, "parents": None},
         "stop_token_ids": [2, 63],
-        "acceptance": None,
         "build": {"seconds": 1.5, "peak_memory_bytes": 10**6, "versions": {"torch": "2.13.0"}},
     }

@@ -244,6 +244,16 @@ def test_questions_from_a_file(tmp_path: Path) -> None:
     assert read_prompts(_write(tmp_path / "m.jsonl", {"messages": chat})) == [chat]
 
 
+def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
+    """JSON allows these unescaped inside a string, where str.splitlines would break."""
+    prompt = "a\u2028b\u2029c\x85d"
+    file = tmp_path / "q.jsonl"
+    line = json.dumps({"prompt": prompt}, ensure_ascii=False)
+    file.write_bytes(f'{line}\r\n"next"\n'.encode())
+    assert read_prompts(file) == [prompt, "next"]
+    assert [question.id for question in read_questions(file)] == ["1", "2"]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

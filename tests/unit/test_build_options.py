@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import importlib.metadata
+from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from eagle_export import weights
+from eagle_export.build import _bytes_needed, library_versions, make_plan
 from eagle_export.options import BuildOptions, cache_rows_for, choose_limits, choose_tree
 from eagle_export.progress import Report, peak_memory_bytes
 from eagle_export.recipe import BuildLimits
@@ -47,8 +54,68 @@ def test_the_cache_has_room_behind_the_longest_sequence(tree: TreeDefaults | Non
     rows = cache_rows_for(limits, tree)
     drafted = 0 if tree is None else (tree.depth - 1) * tree.top_k  # rows of the draft's own tree
     assert rows >= 1000 + max(chunk, 64, drafted)
-    assert rows < 1000 + max(chunk, 64, drafted) + 2 * 64
+    assert rows < 1000 + max(chunk, 64, drafted) + 64
     assert rows % 64 == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [
+        ({"top_k": 2}, "--branch"),
+        ({"tree": "chain"}, "--tree"),
+        ({"head_layer_ids": (1,)}, "--head-layer-ids"),
+    ],
+)
+def test_options_of_a_draft_need_a_head(given: dict[str, object], flag: str) -> None:
+    options(**given).check()
+    with pytest.raises(UsageError, match=flag):
+        options(head="none", **given).check()
+
+
+def test_contradictions_are_found_before_any_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(*_: object) -> None:
+        raise AssertionError("weights were fetched")
+
+    for name in ("fetch", "convert_gguf", "folder_identity"):
+        monkeypatch.setattr(weights, name, fetch)
+    for target, head, tree in (
+        ("smollm2-135m", "eagle3", {"depth": 9, "top_k": 10, "nodes": 65}),
+        ("org/model", "org/head", {"depth": 1, "top_k": 2, "nodes": 9}),
+        ("org/model", "eagle3", {}),  # a recipe names heads; this target has none
+        ("smollm2-135m", "eagle4", {}),
+    ):
+        asked = BuildOptions(target=target, head=head, out=tmp_path / "b", **tree)  # type: ignore[arg-type]
+        with pytest.raises(UsageError):
+            make_plan(asked)
+    with pytest.raises(AssertionError, match="were fetched"):
+        make_plan(BuildOptions(target="org/model", head="org/head", out=tmp_path / "b"))
+
+
+def test_versions_skip_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """onnxruntime-gpu takes the place of onnxruntime."""
+
+    def version(name: str) -> str:
+        if name == "onnxruntime":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = library_versions()
+    assert "onnxruntime" not in found
+    assert found["onnxruntime-gpu"] == "1.0"
+
+
+def test_space_is_counted_from_all_weight_files(tmp_path: Path) -> None:
+    target, head = tmp_path / "target", tmp_path / "head"
+    target.mkdir()
+    head.mkdir()
+    save_file({"w": torch.zeros(1000, 1000, dtype=torch.float16)}, target / "model.safetensors")
+    (target / "pytorch_model.bin").write_bytes(bytes(9_000_000))  # the same weights: not read, not counted
+    (head / "pytorch_model.bin").write_bytes(bytes(1_000_000))
+    spare = _bytes_needed(tmp_path, None, "fp32")  # of no weights
+    assert _bytes_needed(target, None, "fp32") - spare == 5_200_000
+    assert _bytes_needed(target, None, "fp16") - spare == 2_600_000
+    assert _bytes_needed(target, head, "fp16") - spare == 3_900_000
 
 
 def test_a_report_tells_each_step_once_it_is_done(capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,6 +146,23 @@ def test_a_hash_is_computed_once(tmp_path: Path, own_cache: Path, monkeypatch: p
     load_bundle(root)
 
 
+def test_the_hash_of_a_file_that_changes_meanwhile_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, digest = tmp_path / "file", hashlib.file_digest
+    file.write_bytes(b"before")
+
+    def overtaken(stream: Any, name: str) -> Any:
+        found = digest(stream, name)
+        file.write_bytes(b"and after")
+        return found
+
+    monkeypatch.setattr(hashlib, "file_digest", overtaken)
+    file_sha256(file)
+    monkeypatch.setattr(hashlib, "file_digest", digest)
+    assert file_sha256(file) == hashlib.sha256(b"and after").hexdigest()
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', "{"])
 def test_a_broken_hash_cache_is_ignored(tmp_path: Path, own_cache: Path, text: str) -> None:
     own_cache.parent.mkdir(parents=True)
@@ -192,6 +209,7 @@ def test_caches_lie_where_the_platform_wants_them(
         (torch.zeros(DRAFT_VOCAB - 1, dtype=torch.int64), r"found torch\.int64 \[15\]"),
         (torch.arange(DRAFT_VOCAB) * 5, r"found ids 0\.\.75"),
         (torch.arange(DRAFT_VOCAB) - 1, r"found ids -1\.\.14"),
+        (torch.arange(DRAFT_VOCAB) // 2, "each once, found 8 that repeat others"),
         (None, "no readable tensor 'draft_to_target'"),
     ],
 )

@@ -62,7 +62,7 @@ def test_people_see_graphs_tensors_head_tree_and_limits(tmp_path: Path) -> None:
     assert "past_key.1 " not in text
 
 
-def test_bundles_without_a_head_and_with_a_profile(tmp_path: Path) -> None:
+def test_bundles_without_a_head_and_with_a_static_tree(tmp_path: Path) -> None:
     def plain(data: dict[str, Any]) -> None:
         data.update(head=None, tree=None, artifacts=data["artifacts"][:1], stop_token_ids=[])
 
@@ -70,18 +70,10 @@ def test_bundles_without_a_head_and_with_a_profile(tmp_path: Path) -> None:
     assert "none: plain decoding only" in text
     assert "nothing" in text
 
-    def profile(data: dict[str, Any]) -> None:
-        measured = {
-            "prompts": 5,
-            "temperature": 0,
-            "tokens_per_round": 1.5,
-            "acceptance_by_depth": [0.4, 0.25],
-        }
-        data.update(acceptance=measured)
+    def static(data: dict[str, Any]) -> None:
         data["tree"] = {"kind": "static", "depth": 1, "top_k": 2, "nodes": 3, "parents": [-1, 0, 0]}
 
-    text = shown(load_bundle(write_bundle(tmp_path / "profile", profile)))
-    assert "1.50 tokens per round (5 prompts, T=0), by depth 0.40 0.25" in text
+    text = shown(load_bundle(write_bundle(tmp_path / "static", static)))
     assert "parents -1 0 0" in text
 
 

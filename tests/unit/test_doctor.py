@@ -113,7 +113,8 @@ def test_backends_follow_from_providers_and_gpus(monkeypatch: pytest.MonkeyPatch
     found = by_name(doctor._backends([]))
     assert found["onnxruntime (CPU)"].detail == "works here"
     assert "no CUDAExecutionProvider" in found["onnxruntime (CUDA)"].detail
-    assert "eagle-export[gpu]" in found["onnxruntime (CUDA)"].hint
+    hint = "pip uninstall onnxruntime, then pip install --force-reinstall onnxruntime-gpu"
+    assert found["onnxruntime (CUDA)"].hint == hint
     providers.append("CUDAExecutionProvider")
     assert by_name(doctor._backends([]))["onnxruntime (CUDA)"].detail == "no NVIDIA GPU here"
     assert by_name(doctor._backends([GPU]))["onnxruntime (CUDA)"].status == "ok"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from bundlemaker import write_bundle
@@ -73,7 +73,11 @@ def test_a_missing_key_is_named(tmp_path: Path) -> None:
         ("limits.max_batch", 0, "greater than or equal to 1.*found 0"),
         ("target.sha256", "abc", "match pattern.*found 'abc'"),
         ("head.algorithm", "eagle9", "'eagle1' or 'eagle3'.*found 'eagle9'"),
-        ("limits.max_seq_len", 97, "max_seq_len 97 does not fit 96 cache_rows"),
+        ("limits.max_seq_len", 97, "97 and 16 rows behind it .* need 113 rows, but cache_rows is 96"),
+        ("limits.max_seq_len", 81, "need 97 rows, but cache_rows is 96"),
+        ("limits.prefill_chunk", 33, "64 and 33 rows behind it .* need 97 rows, but cache_rows is 96"),
+        ("limits.draft_cache_rows", 79, "need 80 rows, but draft_cache_rows is 79"),
+        ("artifacts.0.inputs.0.dtype", "float8_e4m3fn", "found 'float8_e4m3fn'"),
         ("stop_token_ids", [64], "pass the vocabulary of 64"),
         ("tree", None, "head and tree must both be present"),
         ("head", None, "head and tree must both be present"),
@@ -98,6 +102,26 @@ def test_what_cannot_be_true_is_refused(tmp_path: Path, path: str, value: Any, m
     root = write_bundle(tmp_path / "b", set_at(path, value))
     with pytest.raises(EagleError, match=message):
         load_bundle(root)
+
+
+def test_the_rows_of_the_tree_count_as_well(tmp_path: Path) -> None:
+    wide = {"kind": "dynamic", "depth": 9, "top_k": 4, "nodes": 4, "parents": None}  # 32 rows of the draft
+
+    def edit(data: dict[str, Any]) -> None:
+        data["tree"] = wide
+        data["limits"]["max_seq_len"] = most
+
+    most = 64
+    load_bundle(write_bundle(tmp_path / "fits", edit))
+    most = 65
+    with pytest.raises(EagleError, match=r"65 and 32 rows behind it .* need 97 rows, but cache_rows is 96"):
+        load_bundle(write_bundle(tmp_path / "b", edit))
+
+
+def test_every_dtype_of_a_manifest_is_one_that_the_runtime_binds() -> None:
+    from eagle_run.backends.checks import DTYPES
+
+    assert set(get_args(get_type_hints(manifest.TensorInfo)["dtype"])) == set(DTYPES)
 
 
 def test_a_draft_without_a_head_is_refused(tmp_path: Path) -> None:

@@ -49,9 +49,10 @@ def test_invalid_unicode_is_a_usage_error() -> None:
 
 @pytest.mark.parametrize("prompt", ["", "  \n\t"])
 @pytest.mark.parametrize("raw", [True, False])
-def test_an_empty_prompt_is_a_usage_error(prompt: str, raw: bool) -> None:
-    with pytest.raises(UsageError, match="the prompt is empty"):
+def test_an_empty_prompt_is_an_error_of_the_input(prompt: str, raw: bool) -> None:
+    with pytest.raises(EagleError, match="the prompt is empty") as caught:
         BYTES.encode_prompt(prompt, raw=raw)
+    assert caught.value.exit_code == 1  # as on the command line
 
 
 def test_a_prompt_uses_the_chat_template_if_there_is_one() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,15 @@ from tinybundle import make_bundle
 
 from eagle_run import tune as tune_module
 from eagle_run.engine import Engine, open_engine
+from eagle_run.forward_time import fuse_seconds
+from eagle_run.loop import Decoder
 from eagle_run.sampling import SamplingSettings
 from eagle_run.tree import TreeShape, best_static
 from eagle_run.tune import auto_tree, tune
 from eagle_run.tune_model import (
     Costs,
     decide,
+    dynamic_like,
     interpolate,
     rank_acceptance,
     rank_paths,
@@ -45,6 +50,21 @@ def test_a_round_costs_prime_levels_and_verification() -> None:
     assert costs.round(CHAIN) == pytest.approx(30 + 3 + 1 + 0.5 + 2 * 0.25)
     # prime of 3 rows, then levels of 2 and 2 rows
     assert costs.round(TreeShape.dynamic(3, 2, 6)) == pytest.approx(60 + 4 + 2 + 2 + 0.5 + 3 * 0.25)
+
+
+def test_the_fuse_graph_is_charged_once_a_round() -> None:
+    without = Costs(target={1: 10, 8: 80}, draft={1: 1, 8: 8}, glue=(0.5, 0.25))
+    costs = replace(without, fuse={2: 200.0, 4: 400.0})
+    assert costs.round(PLAIN) == without.round(PLAIN)
+    for shape, rows in ((CHAIN, 3), (TreeShape.dynamic(3, 2, 6), 4)):  # of its prime
+        assert costs.round(shape) == pytest.approx(without.round(shape) + 100 * rows)
+
+
+def test_the_fuse_graph_is_timed_where_there_is_one(tiny_bundle: Path, built_bundle: Path) -> None:
+    assert fuse_seconds(open_engine(tiny_bundle, threads=1).decoder.session) == {}
+    found = fuse_seconds(open_engine(built_bundle, threads=1).decoder.session)
+    assert set(found) == {2, 4, 8}
+    assert min(found.values()) > 0
 
 
 def test_rank_paths() -> None:
@@ -96,6 +116,22 @@ def test_dear_rows_give_small_trees_and_cheap_rows_large_ones() -> None:
 
 
 @pytest.mark.parametrize(
+    ("fixed", "expected"),
+    [
+        (
+            best_static(4, 4, 64),
+            TreeShape.dynamic(4, 4, 53),
+        ),  # more nodes than the dynamic one has candidates
+        (best_static(3, 2, 12), TreeShape.dynamic(3, 2, 11)),
+        (best_static(3, 2, 6), TreeShape.dynamic(3, 2, 6)),
+        (TreeShape.chain(3), TreeShape.dynamic(3, 2, 4)),
+    ],
+)
+def test_the_dynamic_tree_of_a_fixed_ones_sizes(fixed: TreeShape, expected: TreeShape) -> None:
+    assert dynamic_like(fixed) == expected
+
+
+@pytest.mark.parametrize(
     ("ratios", "expected"),
     [
         ({}, (PLAIN, 1.0)),
@@ -124,6 +160,50 @@ def test_tuning_runs_and_does_not_disturb_decoding(engine: Engine, rule: str) ->
     assert choice.reason
     assert choice.tree == PLAIN or choice.speedup >= 1.02
     assert engine.decode([request], CHAIN).tokens == before
+
+
+def test_flat_costs_give_entrants_of_the_largest_size(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = [path for depth in range(5) for path in itertools.product(range(4), repeat=depth)]
+    flat = {"target": FLAT.target, "draft": FLAT.draft}
+    monkeypatch.setattr(tune_module, "forward_seconds", lambda _session, graph, _most: flat[graph])
+    monkeypatch.setattr(tune_module, "_survey", lambda *_: (taken, [0.0]))
+    requests = tune_module._requests(engine, SamplingSettings())
+    entrants = tune_module._entrants(engine, requests, "topk", 0.1)
+    assert entrants[0].nodes == 64
+    assert {TreeShape.dynamic(3, 4, 37), engine.tree} <= set(entrants)  # 37: all its candidates
+
+
+def short(engine: Engine, max_seq_len: int) -> Engine:
+    """The same engine with another context."""
+    return replace(engine, decoder=Decoder(engine.decoder.session, max_seq_len=max_seq_len, chunk=16))
+
+
+def test_a_context_shorter_than_the_wide_tree_is_measured(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune_module, "_PROMPTS", ("hi",))
+    monkeypatch.setattr(tune_module, "_wide_tree", lambda *_: WIDE)
+    small = short(engine, 48)
+    ((request,),) = tune_module._requests(small, SamplingSettings())
+    assert len(request.prompt) + WIDE.cache_rows > 48
+    choice = tune(small, sampling=SamplingSettings(), seconds=0.2)
+    assert "measured in" in choice.reason
+
+
+def test_where_nothing_can_be_measured_plain_decoding_is_taken(engine: Engine) -> None:
+    full = short(engine, engine.decoder.session.cache_rows)
+    choice = tune(full, sampling=SamplingSettings(), seconds=0.2)
+    assert (choice.tree, choice.speedup) == (PLAIN, 1.0)
+    assert "no room" in choice.reason
+
+
+def test_a_survey_without_a_round_ends_at_once(engine: Engine) -> None:
+    requests = tune_module._requests(engine, SamplingSettings())
+    start = time.perf_counter()
+    assert tune_module._survey(engine, requests, TreeShape.dynamic(9, 9, 400), 60) == ([], [])
+    assert time.perf_counter() - start < 30
 
 
 def test_the_choice_is_remembered_per_way_of_sampling(

@@ -150,6 +150,17 @@ def test_a_missing_or_damaged_tokenizer_is_refused(tmp_path: Path, model: Path) 
             writer.copy_tokenizer(folder)
 
 
+def test_a_slow_tokenizer_that_cannot_be_converted_comes_with_the_command(tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    (slow / "tokenizer.model").write_text("not one that anything reads")
+    (slow / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    with BundleWriter(tmp_path / "b") as writer, pytest.raises(EagleError, match="no readable") as caught:
+        writer.copy_tokenizer(slow)
+    assert "pip install sentencepiece" in caught.value.hint
+    assert "\n" not in caught.value.message
+
+
 def test_a_tokenizer_that_changes_on_saving_is_refused(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,8 @@ import torch
 
 from eagle_run.backends.base import GraphSpec, Run, TensorSpec
 from eagle_run.backends.checks import check_tensors
-from eagle_run.errors import EagleError
+from eagle_run.environment import cores
+from eagle_run.errors import EagleError, first_line
 
 # ONNX TensorProto element types: bind_input takes them where NumPy has no such dtype (bfloat16, fp8).
 _ELEMENT_TYPES = {"float32": 1, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16, "int32": 6}
@@ -31,20 +32,21 @@ _ORT_DTYPES = {
 class OnnxRuntimeGraph:
     """A graph in an ONNX Runtime session. `device` is "cpu" or "cuda" (needs onnxruntime-gpu).
 
-    `threads` is the number of threads inside an operator; 0 lets ONNX Runtime take one per core.
+    `threads` is the number of threads inside an operator; 0 means one per core.
     Raises EagleError when the file cannot be loaded or the CUDA provider is missing.
     """
 
     def __init__(self, path: Path, name: str, *, device: str = "cpu", threads: int = 0) -> None:
         ort = _import_onnxruntime()
         self._device = device
+        providers = _providers(ort, device)
         try:
             self._session = ort.InferenceSession(
-                str(path), sess_options=_options(ort, threads), providers=_providers(ort, device)
+                str(path), sess_options=_options(ort, threads), providers=providers
             )
         except Exception as error:  # onnxruntime raises a dozen unrelated classes, all without a common base
             raise EagleError(
-                f"ONNX Runtime {ort.__version__} cannot load {path}: {_first_line(error)}",
+                f"ONNX Runtime {ort.__version__} cannot load {path}: {first_line(error)}",
                 hint="the file may be damaged or newer than this ONNX Runtime; build the bundle again",
             ) from error
         self._spec = GraphSpec(
@@ -88,7 +90,9 @@ class OnnxRuntimeGraph:
 
 def _options(ort: Any, threads: int) -> Any:
     options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
+    # Always a number: left to itself ONNX Runtime also pins its threads, which then cannot make way for the
+    # thread that calls it (3–4% of a forward on two cores).
+    options.intra_op_num_threads = threads or cores()
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
     # Threads of a finished run go to sleep at once. Left spinning, those of the draft take the cores away
@@ -103,7 +107,7 @@ def _providers(ort: Any, device: str) -> list[Any]:
     if "CUDAExecutionProvider" not in ort.get_available_providers():
         raise EagleError(
             f"onnxruntime {ort.__version__} has no CUDA provider (found {ort.get_available_providers()})",
-            hint="pip install 'eagle-export[gpu]' in an environment without the CPU-only onnxruntime, "
+            hint="pip uninstall onnxruntime, then pip install --force-reinstall onnxruntime-gpu; "
             "or run with --device cpu",
         )
     stream = torch.cuda.current_stream().cuda_stream
@@ -115,14 +119,10 @@ def _import_onnxruntime() -> Any:
         import onnxruntime
     except ImportError as error:
         raise EagleError(
-            f"onnxruntime cannot be imported: {error}", hint="pip install onnxruntime (or eagle-export[gpu])"
+            f"onnxruntime cannot be imported: {error}", hint="pip install onnxruntime"
         ) from error
     return onnxruntime
 
 
 def _tensor_spec(value: Any) -> TensorSpec:
     return TensorSpec(value.name, _ORT_DTYPES[value.type], tuple(value.shape))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,56 @@
+"""How long a forward of each graph takes, by its rows: what `--tree auto` predicts from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from eagle_run.prefill import kv_bucket
+from eagle_run.session import Session
+
+_ROWS = {"target": (1, 2, 4, 8, 16, 32), "draft": (1, 2, 4, 8), "fuse": (2, 4, 8)}
+
+
+def forward_seconds(session: Session, graph: str, most: int) -> dict[int, float]:
+    """Least seconds of a few forwards by rows, over a few hundred cached tokens: what else runs only adds.
+
+    `graph` is "target" or "draft", `most` the rows that a forward may have.
+    """
+    kv = kv_bucket(256, session.cache_rows)
+    found = {}
+    for rows in _ROWS[graph]:
+        if rows > most:
+            break
+        forward = getattr(session, graph)(rows, 1 if graph == "draft" else rows, kv)
+        for name, tensor in forward.inputs.items():
+            if not name.startswith("past_"):  # those are the cache itself
+                tensor.fill_(name == "tree_mask")
+        found[rows] = _least_seconds(session, forward.run)
+    return found
+
+
+def fuse_seconds(session: Session) -> dict[int, float]:
+    """The same of the fuse graph, over the rows of a prime; empty for a head without one."""
+    if "fuse" not in session.graphs:
+        return {}
+    found = {}
+    for rows in _ROWS["fuse"]:
+        features = torch.zeros(session.batch, rows, session.feature_size, device=session.device)
+        found[rows] = _least_seconds(session, partial(session.fuse, features))
+    return found
+
+
+def _least_seconds(session: Session, run: Callable[[], object]) -> float:
+    first = _seconds(session, run)  # binds and warms up; it also says how many more there is time for
+    return min(_seconds(session, run) for _ in range(max(1, min(5, int(0.5 / first)))))
+
+
+def _seconds(session: Session, run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    if session.device.type == "cuda":
+        torch.cuda.synchronize(session.device)
+    return time.perf_counter() - start

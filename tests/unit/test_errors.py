@@ -1,0 +1,83 @@
+"""Errors, and the one way that a command line ends with them."""
+
+from __future__ import annotations
+
+import click
+import pytest
+
+from eagle_run.cli_runner import run_cli
+from eagle_run.errors import EagleError, UsageError, first_line
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("one"), "one"),
+        (ValueError("\n  one\ntwo\n"), "one"),
+        (ValueError(""), "ValueError"),
+        (KeyError(), "KeyError"),
+        (OSError(" \n "), "OSError"),
+    ],
+)
+def test_the_first_line_of_an_error(error: Exception, line: str) -> None:
+    assert first_line(error) == line
+
+
+def test_the_hint_follows_the_message() -> None:
+    assert str(EagleError("bad", hint="mend it")) == "bad\nhint: mend it"
+    assert str(EagleError("bad")) == "bad"
+    assert (EagleError("bad").exit_code, UsageError("bad").exit_code) == (1, 2)
+
+
+def program(end: BaseException | int | None) -> click.Group:
+    @click.group()
+    def group() -> None:
+        pass
+
+    @group.command()
+    @click.option("--debug", is_flag=True)
+    def work(debug: bool) -> None:
+        click.echo("out")
+        if isinstance(end, BaseException):
+            raise end
+        if end is not None:
+            click.get_current_context().exit(end)
+
+    return group
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "words"),
+    [
+        (None, 0, ""),
+        (3, 3, ""),
+        (EagleError("bad", hint="mend it"), 1, "error: bad\nhint: mend it\n"),
+        (UsageError("odd"), 2, "error: odd\n"),
+        (click.UsageError("odd"), 2, "Error: odd\n"),
+        (KeyboardInterrupt(), 130, "stopped\n"),
+        (ValueError("deep"), 1, "error: ValueError: deep\nhint: run again with --debug, and report this\n"),
+        (ValueError(), 1, "error: ValueError\nhint: run again with --debug, and report this\n"),
+    ],
+)
+def test_how_a_command_line_ends(
+    capfd: pytest.CaptureFixture[str], end: BaseException | int | None, code: int, words: str
+) -> None:
+    assert run_cli(program(end), "tool", ["work"], interrupted="stopped") == code
+    out, err = capfd.readouterr()
+    assert out == "out\n"
+    assert err.endswith(words)
+    assert "Traceback" not in err
+    assert bool(err) == bool(words)
+
+
+@pytest.mark.parametrize("error", [EagleError("bad"), ValueError("deep")])
+def test_debug_shows_the_traceback(capfd: pytest.CaptureFixture[str], error: Exception) -> None:
+    assert run_cli(program(error), "tool", ["work", "--debug"]) == 1
+    err = capfd.readouterr().err
+    assert "Traceback" in err
+    assert f"error: {error}" in err or "error: ValueError: deep" in err
+
+
+def test_a_wrong_command_line_names_the_program(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(program(None), "tool", ["play"]) == 2
+    assert "Usage: tool" in capfd.readouterr().err
