@@ -93,7 +93,7 @@ def choose_tree(options: BuildOptions, default: TreeDefaults, max_nodes: int) ->
     """The tree of the options, the recipe's values standing in for what is not given.
 
     A static tree is the best one of this depth, top_k and size for an average head. Raises UsageError for a
-    tree that makes no sense or has more nodes than `max_nodes`.
+    tree that makes no sense or has more nodes than `max_nodes`; the recipe's own dynamic tree shrinks to it.
     """
     from eagle_run.tree import best_static, parse_tree
 
@@ -103,6 +103,8 @@ def choose_tree(options: BuildOptions, default: TreeDefaults, max_nodes: int) ->
     top_k = options.top_k if options.top_k is not None else default.top_k
     nodes = options.nodes if options.nodes is not None else default.nodes
     if given == (None, None, None, None):
+        if default.kind == "dynamic":  # nobody asked for this size: it may shrink
+            nodes = max(2, min(default.nodes, max_nodes))
         shape = parse_tree(default.kind, depth, top_k, nodes, default.parents)
     elif kind == "chain":
         shape = parse_tree("chain", depth, options.top_k, options.nodes)
@@ -113,7 +115,7 @@ def choose_tree(options: BuildOptions, default: TreeDefaults, max_nodes: int) ->
     if shape.nodes > max_nodes:
         raise UsageError(
             f"a tree of {shape.nodes} nodes (root included) is larger than max_tree_nodes, {max_nodes}",
-            hint=f"ask for at most {max_nodes} nodes, or give --max-tree-nodes {shape.nodes}",
+            hint=f"ask for a smaller tree, or give --max-tree-nodes {shape.nodes}",
         )
     return tree_defaults(shape)
 

@@ -20,6 +20,7 @@ from eagle_export.reference import Modules, eager_graphs, reference_of
 from eagle_run.bench_result import merge
 from eagle_run.dataset import read_questions
 from eagle_run.engine import Engine, open_engine
+from eagle_run.errors import EagleError
 from eagle_run.loop import Request, Stats
 from eagle_run.mismatch import TIE, find_mismatch
 from eagle_run.sampling import SamplingSettings
@@ -108,6 +109,8 @@ def verify_bundle(
         engine.request(text, max_new_tokens=max_new_tokens, raw=engine.text.chat_template is None)
         for text in texts
     ]
+    if prompts is None:
+        requests = _fitting(engine, requests)
     answers = [_Answers(engine, request) for request in report.track(requests, "decode the prompts")]
     with report.step("compare with Transformers"):
         checks += [_check_transformers(modules, answers, engine.precision)]
@@ -117,6 +120,17 @@ def verify_bundle(
         acceptance = profile(engine.tree, answers)
         checks.append(check_acceptance(acceptance))
     return Verification(str(path), engine.precision, tuple(checks), acceptance)
+
+
+def _fitting(engine: Engine, requests: list[Request]) -> list[Request]:
+    """Those of our own prompts that a short context has room for."""
+    most = engine.decoder.max_seq_len
+    if fitting := [request for request in requests if len(request.prompt) < most]:
+        return fitting
+    raise EagleError(
+        f"the bundle's context of {most} tokens is too short for the built-in prompts",
+        hint="give shorter ones with --prompts",
+    )
 
 
 def check_graphs(engine: Engine, modules: Modules) -> list[Check]:

@@ -205,7 +205,8 @@ def _check_layers(spec: HeadSpec, target: TargetSizes, tensors: Tensors, *, chos
         raise EagleError(
             f"layer ids {list(ids)} do not fit a target of {layers} layers: ascending numbers from 0 to "
             f"{last} are expected",
-            hint="name the layers with --layer-ids, as indices into Transformers' hidden_states",
+            hint="where the head names none they are 2, L//2 and L-3; name others with --layer-ids, as "
+            "indices into Transformers' hidden_states",
         )
     width = tensors["fc.weight"].shape[-1] if "fc.weight" in tensors else spec.feature_width
     if width != spec.feature_width:

@@ -190,10 +190,10 @@ def bench(
             **how,
         )
     report = {"dataset": dataset.name, **result.report()}
+    click.echo(json.dumps(report, ensure_ascii=False))  # first: a full disk must not lose it
     if out:
         full = {"dataset": dataset.name, **result.report(per_prompt=True)}
         out.write_text(json.dumps(full, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    click.echo(json.dumps(report, ensure_ascii=False))
 
 
 def _check_writable(out: Path | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import traceback
@@ -46,8 +47,23 @@ def run_cli(group: click.Command, name: str, arguments: Sequence[str], *, interr
 
 def _show(error: Exception) -> int:
     """Prints an error the way every error looks: what it is, then what to do."""
+    if isinstance(error, OSError):
+        error = _of_system(error)
     if not isinstance(error, EagleError):
         message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         error = EagleError(message, hint="run again with --debug, and report this")
     click.echo(f"error: {error}", err=True)
     return error.exit_code
+
+
+def _of_system(error: OSError) -> EagleError:
+    """A failed read or write. A short write of NumPy's (of a graph's weights) carries no errno."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "written" in str(error)
+    what = error.strerror or str(error) or type(error).__name__
+    where = f"{error.filename}: " if error.filename else ""
+    if full:
+        return EagleError(
+            f"{where}cannot be written: {what}" if where else f"a file cannot be written: {what}",
+            hint="free some space on this disk, or write to another place",
+        )
+    return EagleError(f"{where}{what}", hint="check that the file is there and may be read and written")

@@ -77,6 +77,9 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
             continue
         try:
             value = json.loads(line)
+            json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is no text
+        except UnicodeEncodeError:
+            raise EagleError(f"{path}, line {number}: the text is not valid Unicode") from None
         except ValueError as error:
             raise EagleError(f"{path}, line {number}: not JSON: {error}") from None
         if not isinstance(value, str | dict):

@@ -191,7 +191,13 @@ def open_engine(
         device=device,
     )
     text = Text.load(bundle.tokenizer_dir)
-    decoder = Decoder(session, max_seq_len=limits.max_seq_len, chunk=limits.prefill_chunk, text=text)
+    decoder = Decoder(
+        session,
+        max_seq_len=limits.max_seq_len,
+        chunk=limits.prefill_chunk,
+        text=text,
+        max_nodes=limits.max_tree_nodes,
+    )
     defaults = bundle.manifest.tree if has_head else None
     return Engine(
         bundle=bundle,

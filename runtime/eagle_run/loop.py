@@ -104,11 +104,21 @@ class Stats:
 class Decoder:
     """Runs requests through a session in lock-step rounds, `session.batch` of them at a time.
 
-    `text` turns tokens into text as they come; without it pieces carry tokens only.
+    `text` turns tokens into text as they come; without it pieces carry tokens only. `max_nodes` is the
+    largest tree that the graphs were built for; None leaves it to the room in the caches.
     """
 
-    def __init__(self, session: Session, *, max_seq_len: int, chunk: int, text: Text | None = None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        *,
+        max_seq_len: int,
+        chunk: int,
+        text: Text | None = None,
+        max_nodes: int | None = None,
+    ) -> None:
         self.session = session
+        self.max_nodes = max_nodes
         self.max_seq_len = max_seq_len
         self.chunk = chunk
         self.text = text
@@ -195,7 +205,13 @@ class Decoder:
             )
 
     def _check_rows(self, shape: TreeShape) -> None:
-        """Behind the longest sequence the caches must have room for what one forward writes."""
+        """The tree must not pass what the bundle was built for, nor what one forward writes the caches."""
+        if self.max_nodes is not None and shape.nodes > self.max_nodes:
+            raise UsageError(
+                f"this tree has {shape.nodes} nodes, the root included; the bundle was built for "
+                f"{self.max_nodes}",
+                hint="take a smaller tree, or build the bundle with a larger --max-tree-nodes",
+            )
         there, behind = self.session.cache_rows, max(self.chunk, shape.cache_rows)
         if self.max_seq_len + behind <= there:
             return

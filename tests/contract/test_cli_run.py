@@ -347,7 +347,7 @@ def test_an_answer_that_fills_the_context_ends_with_length(eagle_run: Any, tiny_
         (["--prompt", "x", "--tree", "oak"], 2, "neither a kind of tree"),
         (["--prompt", "x", "--tree", "chain", "--depth", "0"], 2, "depth"),
         (["--prompt", "x", "--tree", "dynamic:2,2,50"], 2, "needs 49 candidates"),
-        (["--prompt", "x", "--tree", "dynamic:9,9,400"], 2, "cache rows"),
+        (["--prompt", "x", "--tree", "dynamic:9,9,400"], 2, "built for 64"),
         (["--prompt", "x", "--tree", "dynamic:2,2,5", "--draft", "sampled"], 2, "static tree or a chain"),
         (["--prompt", "x", "--draft", "sampled", "--tree", "dynamic"], 2, "static tree or a chain"),
         (["--prompt", "x", "--retune"], 2, "--retune measures for --tree auto"),

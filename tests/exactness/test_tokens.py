@@ -266,6 +266,8 @@ def test_what_cannot_be_decoded_is_refused(tiny_modules: Modules, tiny_target: P
     assert "tree" not in str(error)
     with pytest.raises(UsageError, match="sampled drafts need a tree that is fixed"):
         decoder.check([Request((5,))], SHAPES["dynamic"], rule="sampled")
+    decoder.max_nodes = 3
+    assert isinstance(refuses(decoder, Request((5,)), TreeShape.chain(3), "built for 3"), UsageError)
     headless = eager_decoder(modules_of(tiny_target))
     refuses(headless, Request((5,)), SHAPES["chain"], "no draft head")
 

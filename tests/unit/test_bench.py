@@ -258,6 +258,7 @@ def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{not json", "line 2: not JSON"),
+        ('{"turns": ["\\ud800 x"]}', "line 2: the text is not valid Unicode"),
         ("[1]", "line 2: expected a string"),
         ({"turns": []}, "line 2"),
         ({"turns": [1]}, "line 2"),

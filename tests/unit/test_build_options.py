@@ -47,6 +47,14 @@ def test_a_part_of_a_tree_can_be_given() -> None:
         choose_tree(options(depth=9, top_k=10, nodes=65), DYNAMIC, 64)
 
 
+def test_the_recipe_s_tree_shrinks_to_the_limit_and_a_given_one_does_not() -> None:
+    assert choose_tree(options(), DYNAMIC, 5) == DYNAMIC.model_copy(update={"nodes": 5})
+    with pytest.raises(UsageError, match="16 nodes"):
+        choose_tree(options(nodes=16), DYNAMIC, 5)
+    with pytest.raises(UsageError, match="4 nodes"):
+        choose_tree(options(), STATIC, 3)
+
+
 @pytest.mark.parametrize("tree", [None, DYNAMIC, TreeDefaults(kind="dynamic", depth=9, top_k=10, nodes=60)])
 @pytest.mark.parametrize("chunk", [1, 128, 512])
 def test_the_cache_has_room_behind_the_longest_sequence(tree: TreeDefaults | None, chunk: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import click
 import pytest
 
@@ -55,6 +57,23 @@ def program(end: BaseException | int | None) -> click.Group:
         (UsageError("odd"), 2, "error: odd\n"),
         (click.UsageError("odd"), 2, "Error: odd\n"),
         (KeyboardInterrupt(), 130, "stopped\n"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "out.json"),
+            1,
+            "error: out.json: cannot be written: No space left on device\n"
+            "hint: free some space on this disk, or write to another place\n",
+        ),
+        (
+            OSError("19200 requested and 8448 written"),
+            1,
+            "error: a file cannot be written: 19200 requested and 8448 written\n"
+            "hint: free some space on this disk, or write to another place\n",
+        ),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "b"),
+            1,
+            "error: b: Permission denied\nhint: check that the file is there and may be read and written\n",
+        ),
         (ValueError("deep"), 1, "error: ValueError: deep\nhint: run again with --debug, and report this\n"),
         (ValueError(), 1, "error: ValueError\nhint: run again with --debug, and report this\n"),
     ],
