@@ -48,7 +48,7 @@ def decode(bundle: str, tree: str, prompt: str, rounds: int) -> list[Round]:
     from eagle_run.engine import open_engine
     from eagle_run.prefill import kv_bucket, prefill
     from eagle_run.sampling import stack
-    from eagle_run.step import accept, commit, draft, verify
+    from eagle_run.step import observed_step
     from eagle_run.tree_spec import parse_spec
 
     engine = open_engine(bundle)
@@ -59,10 +59,7 @@ def decode(bundle: str, tree: str, prompt: str, rounds: int) -> list[Round]:
     tokens, seen = list(request.prompt), []
     for _ in range(rounds):
         kv = kv_bucket(len(tokens) + shape.cache_rows, session.cache_rows)
-        plan = draft(session, state, shape, kv=kv, rule="topk")
-        forward = verify(session, state, plan, kv=kv)
-        path = accept(state, plan, forward, rule="topk")
-        commit(session, state, shape, path, forward)
+        plan, forward, path = observed_step(session, state, shape, kv=kv)
         length = int(path.length[0])
         emitted = path.tokens[0, :length].tolist()
         accepted = path.nodes[0, :length].tolist()

@@ -61,7 +61,7 @@ class Printer:
     first: int
     count: int
     several: bool
-    texts: list[str] = field(default_factory=list)
+    texts: list[str] = field(init=False)
     done: set[int] = field(default_factory=set)
     shown: int = 0
     begun: bool = False

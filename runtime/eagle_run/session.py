@@ -112,10 +112,6 @@ class Session:
         return min(cache.shape[4] for cache in caches)
 
     @property
-    def vocab_size(self) -> int:
-        return int(_shape(self.graphs["target"].spec, "logits")[-1])
-
-    @property
     def feature_size(self) -> int:
         return int(_shape(self.graphs["target"].spec, "features")[-1])
 

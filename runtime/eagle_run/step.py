@@ -24,11 +24,21 @@ def step(session: Session, state: State, shape: TreeShape, *, kv: int, rule: str
     `kv` is the attended width of the caches: at least the longest slot's n + `shape.cache_rows`.
     `rule` is "topk" or "sampled" (see `accept`).
     """
+    return observed_step(session, state, shape, kv=kv, rule=rule)[2]
+
+
+def observed_step(
+    session: Session, state: State, shape: TreeShape, *, kv: int, rule: str = "topk"
+) -> tuple[TreePlan, Forward, Path]:
+    """`step`, for those who want to see the tree and what the target said of it beside the path.
+
+    The forward's outputs are buffers: the next round overwrites them.
+    """
     plan = draft(session, state, shape, kv=kv, rule=rule)
     seen = verify(session, state, plan, kv=kv)
     path = accept(state, plan, seen, rule=rule)
     commit(session, state, shape, path, seen)
-    return path
+    return plan, seen, path
 
 
 def draft(session: Session, state: State, shape: TreeShape, *, kv: int, rule: str) -> TreePlan:

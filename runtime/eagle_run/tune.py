@@ -19,9 +19,6 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from torch import Tensor
-
-from eagle_run.accept import Path
 from eagle_run.engine import Decoded, Engine, one_torch_thread
 from eagle_run.environment import environment
 from eagle_run.errors import EagleError
@@ -30,8 +27,7 @@ from eagle_run.hashing import cache_dir
 from eagle_run.loop import Request
 from eagle_run.prefill import kv_bucket, prefill
 from eagle_run.sampling import SamplingSettings, stack
-from eagle_run.session import Session, State
-from eagle_run.step import accept, commit, draft, verify
+from eagle_run.step import observed_step
 from eagle_run.tree import TreeShape
 from eagle_run.tree_spec import describe, parse_spec, spec_of
 from eagle_run.tune_model import Costs, decide, dynamic_like, interpolate, rank_paths, shortlist
@@ -168,22 +164,14 @@ def _survey(
                 break
             session.clock.reset()
             start = time.perf_counter()
-            path, parents = _round(session, state, shape, kv_bucket(rows, session.cache_rows))
+            kv = kv_bucket(rows, session.cache_rows)
+            plan, _, path = observed_step(session, state, shape, kv=kv)
             ends = path.nodes[:, -1].tolist()
             glue.append(time.perf_counter() - start - sum(session.clock.seconds.values()))
-            paths += [rank_paths(table)[end] for table, end in zip(parents.tolist(), ends, strict=True)]
+            paths += [rank_paths(table)[end] for table, end in zip(plan.parents.tolist(), ends, strict=True)]
         if time.perf_counter() > limit or (number == len(requests) and not glue):
             break
     return paths, glue
-
-
-def _round(session: Session, state: State, shape: TreeShape, kv: int) -> tuple[Path, Tensor]:
-    """One round as in step.py, but keeping the plan's parents [B, N]."""
-    plan = draft(session, state, shape, kv=kv, rule="topk")
-    seen = verify(session, state, plan, kv=kv)
-    path = accept(state, plan, seen, rule="topk")
-    commit(session, state, shape, path, seen)
-    return path, plan.parents
 
 
 def _heats(
