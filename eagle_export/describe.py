@@ -94,7 +94,7 @@ def _graphs(artifacts: Sequence[Mapping[str, Any]]) -> Table:
             artifact["backend"],
             artifact["precision"],
             f"{artifact['library_version']}{opset}",
-            artifact["compute_capability"] or "any",
+            " ".join(artifact["compute_capabilities"]) or "any",
             artifact["file"],
             size(artifact["bytes"]),
         )

@@ -23,6 +23,7 @@ from eagle_run.bundle import (
     Artifact,
     BackendName,
     Bundle,
+    EngineInfo,
     FileEntry,
     GraphName,
     Manifest,
@@ -125,7 +126,8 @@ class BundleWriter:
         extra_files: Sequence[str] = (),
         opset: int | None = None,
         library_version: str,
-        compute_capability: str | None = None,
+        compute_capabilities: Sequence[str] = (),
+        engine: EngineInfo | None = None,
     ) -> Artifact:
         """Registers a finished graph: `file` is what a backend opens, `extra_files` its external data.
 
@@ -141,7 +143,8 @@ class BundleWriter:
                 files=tuple(self.entry(name) for name in (file, *extra_files)),
                 opset=opset,
                 library_version=library_version,
-                compute_capability=compute_capability,
+                compute_capabilities=tuple(compute_capabilities),
+                engine=engine,
                 inputs=tuple(TensorInfo(name=t.name, dtype=t.dtype, shape=t.shape) for t in spec.inputs),  # type: ignore[arg-type]
                 outputs=tuple(TensorInfo(name=t.name, dtype=t.dtype, shape=t.shape) for t in spec.outputs),  # type: ignore[arg-type]
             )

@@ -192,7 +192,7 @@ def _manifest(root: Path, graphs: dict[str, onnx.ModelProto], *, head: bool, nam
                 "files": [_entry(root, f"onnx/{graph}.onnx")],
                 "opset": 24,
                 "library_version": onnx.__version__,
-                "compute_capability": None,
+                "compute_capabilities": [],
                 "inputs": _tensors(model.graph.input),
                 "outputs": _tensors(model.graph.output),
             }

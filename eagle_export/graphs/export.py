@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from eagle_run.backends.base import GraphSpec, TensorSpec
 from eagle_run.errors import EagleError, first_line
 
 DynamicAxes = Mapping[str, Mapping[int, str]]
+Rewrite = Callable[[Any], None]  # changes a cleaned onnx_ir.Model in place, before it is written
 
 
 def export_graph(
@@ -30,6 +31,7 @@ def export_graph(
     *,
     name: str,
     prefix: str = "",
+    rewrite: Rewrite | None = None,
 ) -> GraphSpec:
     """Trace `module` and write `path` plus `<name>.onnx.data` beside it (mode 0644).
 
@@ -40,12 +42,15 @@ def export_graph(
     dynamic: input name -> {axis: size name}; axes of one name have one size. All other axes are fixed.
     prefix: what to drop from the front of the module's parameter names, so that weights in the file are
     called as in the checkpoint.
+    rewrite: a last change of the graph that leaves its signature as it is, such as quantisation.
 
     Returns the graph's signature. Raises EagleError when the module cannot be traced with these shapes; then
     neither file is left behind.
     """
     model = _trace(module, inputs, dynamic, name)
     passes.clean(model, list(inputs), outputs, dynamic, name=name, prefix=f"module.{prefix}")
+    if rewrite is not None:
+        rewrite(model)
     _save(model, path, f"{name}.onnx.data")
     return GraphSpec(
         name=name,
@@ -54,7 +59,9 @@ def export_graph(
     )
 
 
-def export_as(expected: GraphSpec, module: nn.Module, path: Path, *, prefix: str = "") -> GraphSpec:
+def export_as(
+    expected: GraphSpec, module: nn.Module, path: Path, *, prefix: str = "", rewrite: Rewrite | None = None
+) -> GraphSpec:
     """`export_graph` with names, dynamic axes and example sizes from the signature that the graph must have.
 
     Raises EagleError when the module cannot be traced, or comes out with another signature.
@@ -65,7 +72,9 @@ def export_as(expected: GraphSpec, module: nn.Module, path: Path, *, prefix: str
     }
     outputs = [tensor.name for tensor in expected.outputs]
     inputs = example_inputs(expected, next(module.parameters()).device)
-    spec = export_graph(module, inputs, outputs, dynamic, path, name=expected.name, prefix=prefix)
+    spec = export_graph(
+        module, inputs, outputs, dynamic, path, name=expected.name, prefix=prefix, rewrite=rewrite
+    )
     if spec != expected:
         raise EagleError(f"the traced {expected.name} has the signature {spec}, expected {expected}")
     return spec

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from eagle_export.graphs.export import export_as
+from eagle_export.graphs.export import Rewrite, export_as
 from eagle_export.models.head import Fuse
 from eagle_run.backends.base import GraphSpec, TensorSpec
 
 
-def export_fuse(fuse: Fuse, path: Path) -> GraphSpec:
+def export_fuse(fuse: Fuse, path: Path, *, rewrite: Rewrite | None = None) -> GraphSpec:
     """Trace `fuse` and write fuse.onnx at `path`, its weights in fuse.onnx.data beside it.
 
     features [B, T, n*H] -> hidden [B, T, Hd], both in the dtype of the weights; B and T stay dynamic. Raises
     EagleError when it cannot be traced.
     """
-    return export_as(fuse_spec(fuse), fuse, path)
+    return export_as(fuse_spec(fuse), fuse, path, rewrite=rewrite)
 
 
 def fuse_spec(fuse: Fuse) -> GraphSpec:

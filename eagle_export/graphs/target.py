@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from eagle_export.graphs.export import export_as
+from eagle_export.graphs.export import Rewrite, export_as
 from eagle_export.models.target import TargetModule
 from eagle_run.backends.base import GraphSpec, TensorSpec
 
 Shape = tuple[int | str, ...]
 
 
-def export_target(module: TargetModule, path: Path, *, cache_rows: int) -> GraphSpec:
+def export_target(
+    module: TargetModule, path: Path, *, cache_rows: int, rewrite: Rewrite | None = None
+) -> GraphSpec:
     """Trace `module` and write target.onnx at `path`, its weights in target.onnx.data beside it.
 
     cache_rows: S, the fixed number of rows of each cache tensor; it must leave room for the longest sequence
     and one padded tree. B, T, R and KV stay dynamic. Caches and features have the dtype of the module's
     weights. Raises EagleError when the model cannot be traced.
     """
-    return export_as(target_spec(module, cache_rows), module, path, prefix="model.")
+    return export_as(target_spec(module, cache_rows), module, path, prefix="model.", rewrite=rewrite)
 
 
 def target_spec(module: TargetModule, cache_rows: int) -> GraphSpec:

@@ -21,17 +21,25 @@ from eagle_run.manifest import (
     SCHEMA_VERSION,
     Artifact,
     BackendName,
-    BuildInfo,
-    FileEntry,
     GraphName,
     HeadInfo,
     Limits,
     Manifest,
-    Record,
     TargetInfo,
-    TensorInfo,
     TreeDefaults,
     graph_tensor_names,
+)
+from eagle_run.records import (
+    AccuracyInfo,
+    AxisRange,
+    BuildInfo,
+    EngineInfo,
+    EngineProfile,
+    FileEntry,
+    LayerSummary,
+    QuantizationInfo,
+    Record,
+    TensorInfo,
 )
 
 if TYPE_CHECKING:
@@ -42,15 +50,21 @@ __all__ = [
     "SCHEMA_VERSION",
     "TOKENIZER",
     "VOCAB_MAP_TENSOR",
+    "AccuracyInfo",
     "Artifact",
+    "AxisRange",
     "BackendName",
     "BuildInfo",
     "Bundle",
+    "EngineInfo",
+    "EngineProfile",
     "FileEntry",
     "GraphName",
     "HeadInfo",
+    "LayerSummary",
     "Limits",
     "Manifest",
+    "QuantizationInfo",
     "Record",
     "TargetInfo",
     "TensorInfo",
@@ -89,11 +103,12 @@ class Bundle:
     ) -> Artifact:
         """The one to open. Raises EagleError, naming what there is, when nothing fits."""
         for artifact in self.artifacts(graph):
-            if artifact.backend == backend and artifact.compute_capability in (None, compute_capability):
+            fits = not artifact.compute_capabilities or compute_capability in artifact.compute_capabilities
+            if artifact.backend == backend and fits:
                 return artifact
         wanted = f"{backend} for compute capability {compute_capability}" if compute_capability else backend
         there = [
-            a.backend + (f" for {a.compute_capability}" if a.compute_capability else "")
+            a.backend + (f" for {' and '.join(a.compute_capabilities)}" if a.compute_capabilities else "")
             for a in self.artifacts(graph)
         ]
         raise EagleError(
@@ -167,6 +182,8 @@ def read_manifest(root: Path) -> Manifest:
     except (ValueError, OSError) as error:
         raise EagleError(f"{where}: not readable as JSON: {error}", hint=_REBUILD) from None
     _check_schema(data, where)
+    if data["schema_version"] == 1:
+        data = _from_version_1(data)
     try:
         manifest = Manifest.model_validate_json(json.dumps(data))
     except ValidationError as error:
@@ -186,6 +203,14 @@ def _check_schema(data: object, where: Path) -> None:
             f"{where}: schema version {version}, but this eagle-run reads up to {SCHEMA_VERSION}",
             hint="upgrade with `pip install --upgrade eagle-export`, or build the bundle with this version",
         )
+
+
+def _from_version_1(data: dict[str, Any]) -> dict[str, Any]:
+    """Version 1 knew no engines, and named the one GPU of an artifact (always null)."""
+    artifacts = [dict(artifact) for artifact in data.get("artifacts", [])]
+    for artifact in artifacts:
+        artifact.pop("compute_capability", None)
+    return {**data, "schema_version": 2, "artifacts": artifacts}
 
 
 def _check_head_target(manifest: Manifest, where: Path) -> None:

@@ -7,22 +7,30 @@ starts fast.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from eagle_run.records import (
+    AccuracyInfo,
+    BuildInfo,
+    Count,
+    EngineInfo,
+    FileEntry,
+    QuantizationInfo,
+    Record,
+    Sha256,
+    TensorInfo,
+)
 from eagle_run.tree import TreeShape, parse_tree
 
 if TYPE_CHECKING:
     from eagle_run.backends.base import GraphSpec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 GraphName = Literal["target", "fuse", "draft"]
 BackendName = Literal["onnx", "tensorrt", "tensorrt-rtx"]
-Count = Annotated[int, Field(ge=1)]
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 _CACHED_INPUTS = ("input_ids", "position_ids", "tree_mask", "write_index", "logits_index")
 
@@ -36,41 +44,6 @@ def graph_tensor_names(graph: GraphName, layers: int) -> tuple[tuple[str, ...], 
     if graph == "target":
         return (*_CACHED_INPUTS, *past), ("logits", "features", *present)
     return ("input_ids", "hidden", *_CACHED_INPUTS[1:], *past), ("logits", "hidden_out", *present)
-
-
-class Record(BaseModel):
-    """Base of everything read from a file: frozen, strict, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class FileEntry(Record):
-    """A file of the bundle; `path` is relative to the bundle, with forward slashes."""
-
-    path: str
-    bytes: Annotated[int, Field(ge=0)]
-    sha256: Sha256
-
-    @model_validator(mode="after")
-    def _inside(self) -> FileEntry:
-        parts = PurePosixPath(self.path)
-        if (
-            not self.path
-            or parts.is_absolute()
-            or ".." in parts.parts
-            or "\\" in self.path
-            or ":" in self.path
-        ):
-            raise ValueError(f"path {self.path!r} must be relative and stay inside the bundle")
-        return self
-
-
-class TensorInfo(Record):
-    """One input or output: `shape` holds sizes, or names (B, T, R, KV) for dynamic axes."""
-
-    name: str
-    dtype: Literal["float32", "float16", "bfloat16", "int64", "int32", "bool"]
-    shape: tuple[int | str, ...]
 
 
 class TargetInfo(Record):
@@ -175,7 +148,11 @@ class TreeDefaults(Record):
 
 
 class Artifact(Record):
-    """One graph for one backend: `file` is what is opened, `files` lists it and its external data."""
+    """One graph for one backend: `file` is what is opened, `files` lists it and its external data.
+
+    `compute_capabilities` are the GPUs that an engine is for ("8.9"), ascending; empty for any. `engine` is
+    null for an ONNX graph.
+    """
 
     graph: GraphName
     backend: BackendName
@@ -184,9 +161,10 @@ class Artifact(Record):
     files: tuple[FileEntry, ...]
     opset: int | None
     library_version: str
-    compute_capability: str | None
+    compute_capabilities: tuple[Annotated[str, Field(pattern=r"^\d+\.\d$")], ...] = ()
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
+    engine: EngineInfo | None = None
 
     def spec(self) -> GraphSpec:
         """The signature in the runtime's own type."""
@@ -198,18 +176,10 @@ class Artifact(Record):
         return GraphSpec(self.graph, convert(self.inputs), convert(self.outputs))
 
 
-class BuildInfo(Record):
-    """How the bundle was made: wall time, peak resident memory, versions of the libraries."""
-
-    seconds: Annotated[float, Field(ge=0)]
-    peak_memory_bytes: Annotated[int, Field(ge=0)]
-    versions: dict[str, str]
-
-
 class Manifest(Record):
     """manifest.json."""
 
-    schema_version: Literal[1]
+    schema_version: Literal[2]
     name: str
     created: str
     tool_version: str
@@ -221,6 +191,8 @@ class Manifest(Record):
     tokenizer: tuple[FileEntry, ...]
     artifacts: tuple[Artifact, ...]
     build: BuildInfo
+    quantization: QuantizationInfo | None = None
+    accuracy: AccuracyInfo | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
@@ -279,6 +251,8 @@ def _head_contradictions(head: HeadInfo, target: TargetInfo) -> Iterator[str]:
 def _artifact_contradictions(artifact: Artifact, layers: int, *, has_head: bool) -> Iterator[str]:
     if artifact.graph != "target" and not has_head:
         yield f"a {artifact.graph} graph without a head"
+    if (artifact.engine is None) != (artifact.backend == "onnx"):
+        yield f"{artifact.graph} graph for {artifact.backend}: engine is null for onnx, and only for onnx"
     if artifact.file not in {entry.path for entry in artifact.files}:
         yield f"{artifact.file!r} of the {artifact.graph} graph is not among its files"
     found = tuple(info.name for info in artifact.inputs), tuple(info.name for info in artifact.outputs)

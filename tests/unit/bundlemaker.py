@@ -61,7 +61,7 @@ def write_bundle(root: Path, edit: Edit | None = None) -> Path:
                 "files": [entry(root, f"onnx/{graph}.onnx"), entry(root, f"onnx/{graph}.onnx.data")],
                 "opset": 24,
                 "library_version": "onnx 1.23.2",
-                "compute_capability": None,
+                "compute_capabilities": [],
                 "inputs": tensors(inputs),
                 "outputs": tensors(outputs),
             }

@@ -1,0 +1,145 @@
+"""The small records that a manifest is made of: files, tensors, engines, accuracy. Frozen, strict.
+
+docs/format.md is their prose. Nothing here imports torch, so that looking at a bundle starts fast.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Count = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Axis = Literal["B", "T", "R", "KV"]
+
+
+class Record(BaseModel):
+    """Base of everything read from a file: frozen, strict, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class FileEntry(Record):
+    """A file of the bundle; `path` is relative to the bundle, with forward slashes."""
+
+    path: str
+    bytes: Annotated[int, Field(ge=0)]
+    sha256: Sha256
+
+    @model_validator(mode="after")
+    def _inside(self) -> FileEntry:
+        parts = PurePosixPath(self.path)
+        if (
+            not self.path
+            or parts.is_absolute()
+            or ".." in parts.parts
+            or "\\" in self.path
+            or ":" in self.path
+        ):
+            raise ValueError(f"path {self.path!r} must be relative and stay inside the bundle")
+        return self
+
+
+class TensorInfo(Record):
+    """One input or output: `shape` holds sizes, or names (B, T, R, KV) for dynamic axes."""
+
+    name: str
+    dtype: Literal["float32", "float16", "bfloat16", "int64", "int32", "bool"]
+    shape: tuple[int | str, ...]
+
+
+class AxisRange(Record):
+    """Sizes that a dynamic axis may have in one profile; kernels were chosen for `opt`."""
+
+    min: Count
+    opt: Count
+    max: Count
+
+    @model_validator(mode="after")
+    def _ordered(self) -> AxisRange:
+        if not self.min <= self.opt <= self.max:
+            raise ValueError(f"sizes must ascend, found {self.min}, {self.opt}, {self.max}")
+        return self
+
+
+class LayerSummary(Record):
+    """What a compiler made of a graph in one profile, from its own list of layers.
+
+    kernels: launches of one forward. attention: fused attention kernels by name. gemms: matrix products by
+    the type of their operands (fp8, fp16, bf16, fp32, or "fp16xfp8" where the two differ).
+    """
+
+    kernels: Size
+    attention: dict[str, Count]
+    gemms: dict[str, Count]
+    scratch_bytes: Size
+
+
+class EngineProfile(Record):
+    """One optimization profile: the sizes of each dynamic axis, and the layers chosen for them.
+
+    `layers` is null where the compiler did not say.
+    """
+
+    name: str
+    axes: dict[Axis, AxisRange]
+    layers: LayerSummary | None = None
+
+
+class EngineInfo(Record):
+    """How an engine was compiled and what it may run on. Profiles are in the engine's order.
+
+    attention_layers, cache_updates: native layers of these kinds in the parsed network.
+    seconds, peak_memory_bytes: of the compiler's process.
+    """
+
+    profiles: Annotated[tuple[EngineProfile, ...], Field(min_length=1)]
+    hardware_compatibility: str = "none"
+    version_compatible: bool = False
+    attention_layers: Size
+    cache_updates: Size
+    seconds: Annotated[float, Field(ge=0)]
+    peak_memory_bytes: Size
+
+
+class QuantizationInfo(Record):
+    """Where the FP8 scales of a bundle come from.
+
+    source: "calibrated" (on `tokens` tokens of prompts and answers), or the dialect of a checkpoint that
+    brought them.
+    kept: patterns of the linear layers that stayed in 16 bit.
+    """
+
+    source: Literal["calibrated", "modelopt", "compressed-tensors"]
+    base: Literal["fp16", "bf16", "fp32"]
+    tokens: Size
+    linears: Size
+    kept: tuple[str, ...]
+
+
+class AccuracyInfo(Record):
+    """The target in its precision against the same weights in float32, teacher-forced over real prompts.
+
+    top1_agreement: share of `tokens` positions with the same most likely token. kl: mean of KL(fp32 || this)
+    in nats. tokens_per_round: with the bundle's tree at temperature 0; null without a head.
+    """
+
+    tokens: Count
+    top1_agreement: Share
+    kl: float
+    perplexity: float
+    reference_perplexity: float
+    tokens_per_round: float | None
+    reference_tokens_per_round: float | None
+
+
+class BuildInfo(Record):
+    """How the bundle was made: wall time, peak resident memory, versions of the libraries."""
+
+    seconds: Annotated[float, Field(ge=0)]
+    peak_memory_bytes: Annotated[int, Field(ge=0)]
+    versions: dict[str, str]
