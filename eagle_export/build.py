@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
 import platform
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from eagle_export import recipe as recipes
-from eagle_export import weights
-from eagle_export.options import BuildOptions, cache_rows_for, choose_limits, choose_tree
+from eagle_export.compile import compile_graphs
+from eagle_export.engines.library import find_library
+from eagle_export.options import BuildOptions
+from eagle_export.plan import Plan, check_room, estimate_plan, make_plan
 from eagle_export.progress import Report, peak_memory_bytes
-from eagle_export.writer import BundleWriter, check_place, require_space
-from eagle_run.bundle import Bundle, HeadInfo, Limits, TargetInfo, TreeDefaults
+from eagle_export.quantization import SCALES_FILE, Quantization, find_quantization
+from eagle_export.writer import BundleWriter
+from eagle_run.bundle import TOKENIZER, AccuracyInfo, Bundle, HeadInfo, Limits, QuantizationInfo, TargetInfo
 
 if TYPE_CHECKING:
+    from eagle_export.estimate import Estimate
+    from eagle_export.graphs.export import Rewrite
     from eagle_export.heads import LoadedHead
     from eagle_export.reference import Modules
     from eagle_run.backends.base import GraphSpec
 
+_MEASURED = (10, 32)  # prompts, and tokens of each answer; `verify` takes more
 _VERSIONS = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-gpu")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything that is decided, and checked, before the first weight is read."""
-
-    target: recipes.ResolvedTarget
-    head: recipes.ResolvedHead | None
-    loaded: LoadedHead | None
-    config: Any  # the target's Transformers config
-    limits: Limits
-    tree: TreeDefaults | None
-    precision: str
-    out: Path
 
 
 @dataclass(frozen=True)
@@ -56,20 +47,19 @@ def build(options: BuildOptions, report: Report) -> Built:
     error or Ctrl-C leaves nothing behind, and an existing bundle stays as it was.
     """
     options.check()
-    with report.step("find the weights"):
-        plan = make_plan(options)
-    if plan.precision == "bf16":
-        report.note("note: ONNX Runtime computes bf16 on GPUs only; on a CPU this bundle will not load")
+    plan = _plan(options, report)
     with BundleWriter(plan.out, force=options.force) as writer:
         with report.step("write vocabulary map and tokenizer"):  # first: a tokenizer may be no good
             writer.copy_tokenizer(plan.target.folder)
             head = _head_info(plan, writer)
-        with report.step("load the weights"):
-            modules = _load(plan)
-        specs = export_graphs(modules, plan.limits, writer.file("onnx/target.onnx").parent, report)
-        with report.step("check the graphs"):
-            check_graphs(writer.folder / "onnx", specs)
-            _add_graphs(writer, specs, plan.precision)
+        quantization = None
+        if plan.precision == "fp8":
+            quantization = find_quantization(plan, writer.folder / TOKENIZER, report)
+        specs = _export(plan, quantization, writer.file("onnx/target.onnx").parent, report)
+        _add_graphs(writer, specs, plan.precision)
+        accuracy = measure_accuracy(plan, writer.folder, report) if options.measure else None
+        if plan.engine.compiles:
+            compile_graphs(writer, plan.limits, plan.tree, plan.engine, report)
         with report.step("write the manifest"):
             bundle = writer.finish(
                 target=_target_info(plan),
@@ -82,21 +72,29 @@ def build(options: BuildOptions, report: Report) -> Built:
                     "peak_memory_bytes": peak_memory_bytes(),
                     "versions": library_versions(),
                 },
+                quantization=None if quantization is None else _quantization_info(plan, quantization, writer),
+                accuracy=accuracy,
             )
     return Built(bundle, dict(report.seconds), report.total_seconds(), peak_memory_bytes())
+
+
+def plan_only(options: BuildOptions) -> Estimate:
+    """What `build` would take, without building anything. Raises as `build` does for what cannot be."""
+    options.check()
+    return estimate_plan(make_plan(options))
 
 
 def export_only(options: BuildOptions, report: Report) -> Path:
     """Writes the graphs alone (and the head's vocabulary map) into the new or empty folder `options.out`."""
     options.check()
-    with report.step("find the weights"):
-        plan = make_plan(options)
+    plan = _plan(options, report)
     with BundleWriter(plan.out, force=False) as writer:
-        with report.step("load the weights"):
-            modules = _load(plan)
-        specs = export_graphs(modules, plan.limits, writer.folder, report)
-        with report.step("check the graphs"):
-            check_graphs(writer.folder, specs)
+        quantization = None
+        if plan.precision == "fp8":
+            writer.copy_tokenizer(plan.target.folder)
+            quantization = find_quantization(plan, writer.folder / TOKENIZER, report)
+            shutil.rmtree(writer.folder / TOKENIZER)
+        _export(plan, quantization, writer.folder, report)
         if plan.loaded is not None and not _same_vocabulary(plan.loaded):
             writer.write_vocab_map(plan.loaded.draft_to_target)
         if plan.out.exists():
@@ -105,70 +103,47 @@ def export_only(options: BuildOptions, report: Report) -> Path:
     return plan.out
 
 
-def make_plan(options: BuildOptions) -> Plan:
-    """Finds target and head and checks that they fit each other, the graphs and the disk. Traces nothing.
-
-    What contradicts itself is refused before any weights are fetched or dequantised.
-    """
-    from eagle_export.reference import load_config, load_fitting_head
-
-    named, _ = recipes.find_target(options.target)
-    out = options.out or _default_place(options, named)
-    check_place(out, force=options.force)
-    _sizes(options, named)
-    target = recipes.resolve_target(options.target)
-    head = None if options.head == "none" else recipes.resolve_head(options.head, target)
-    limits, tree = _sizes(options, target.recipe)
-    config = load_config(target, limits.max_seq_len)
-    loaded = None
-    if head is not None:
-        loaded = load_fitting_head(head, config, layer_ids=options.head_layer_ids)
-    require_space(out, _bytes_needed(target.folder, None if head is None else head.folder, options.precision))
-    rows = cache_rows_for(limits, tree)
-    return Plan(
-        target=target,
-        head=head,
-        loaded=loaded,
-        config=config,
-        limits=Limits(**limits.model_dump(), cache_rows=rows, draft_cache_rows=0 if loaded is None else rows),
-        tree=tree,
-        precision=options.precision,
-        out=out,
-    )
+def _export(
+    plan: Plan, quantization: Quantization | None, folder: Path, report: Report
+) -> dict[str, GraphSpec]:
+    """Loads the weights and writes and checks the graphs. The weights are gone again when it returns."""
+    with report.step("load the weights"):
+        modules = _load(plan)
+    specs = export_graphs(modules, plan.limits, folder, report, quantization)
+    with report.step("check the graphs"):
+        check_graphs(folder, specs)
+    return specs
 
 
-def _sizes(options: BuildOptions, recipe: recipes.Recipe) -> tuple[recipes.BuildLimits, TreeDefaults | None]:
-    """Limits and tree of the options over a recipe's. Raises UsageError for what contradicts itself."""
-    limits = choose_limits(options, recipe.limits)
-    if options.head == "none":
-        return limits, None
-    recipes.find_head(options.head, recipe)
-    return limits, choose_tree(options, recipe.tree, limits.max_tree_nodes)
-
-
-def _default_place(options: BuildOptions, recipe: recipes.Recipe) -> Path:
-    kind = "plain" if options.head == "none" else options.head
-    if kind not in ("plain", "eagle1", "eagle3"):
-        kind = Path(str(recipes.find_head(kind, recipe))).name
-    return Path("bundles") / f"{recipe.name}-{kind}"
-
-
-def export_graphs(modules: Modules, limits: Limits, folder: Path, report: Report) -> dict[str, GraphSpec]:
+def export_graphs(
+    modules: Modules, limits: Limits, folder: Path, report: Report, quantization: Quantization | None = None
+) -> dict[str, GraphSpec]:
     """Traces each module into `folder`/<graph>.onnx; the signatures by graph name."""
     from eagle_export.graphs.draft import export_draft
     from eagle_export.graphs.fuse import export_fuse
     from eagle_export.graphs.target import export_target
 
+    def rewrite(graph: str) -> Rewrite | None:
+        return None if quantization is None else quantization.rewrite(graph)
+
     specs: dict[str, GraphSpec] = {}
     with report.step("export target"):
-        specs["target"] = export_target(modules.target, folder / "target.onnx", cache_rows=limits.cache_rows)
+        specs["target"] = export_target(
+            modules.target,
+            folder / "target.onnx",
+            cache_rows=limits.cache_rows,
+            rewrite=rewrite("target"),
+        )
     if modules.fuse is not None:
         with report.step("export fuse"):
-            specs["fuse"] = export_fuse(modules.fuse, folder / "fuse.onnx")
+            specs["fuse"] = export_fuse(modules.fuse, folder / "fuse.onnx", rewrite=rewrite("fuse"))
     if modules.draft is not None:
         with report.step("export draft"):
             specs["draft"] = export_draft(
-                modules.draft, folder / "draft.onnx", cache_rows=limits.draft_cache_rows
+                modules.draft,
+                folder / "draft.onnx",
+                cache_rows=limits.draft_cache_rows,
+                rewrite=rewrite("draft"),
             )
     return specs
 
@@ -181,6 +156,37 @@ def check_graphs(folder: Path, specs: dict[str, GraphSpec]) -> None:
         check_file(folder / f"{name}.onnx", spec)
 
 
+def measure_accuracy(plan: Plan, folder: Path, report: Report) -> AccuracyInfo | None:
+    """The graphs in `folder`/onnx against the same weights in float32, on a few of our own prompts.
+
+    None for fp32, which is its own reference, and where no CPU runtime computes the precision.
+    """
+    from eagle_export.accuracy import choose_requests, measure, runnable_graphs
+    from eagle_export.reference import DTYPES, load_modules
+    from eagle_run.text import Text
+
+    if plan.precision == "fp32":
+        return None
+    if plan.precision == "fp8" and plan.dtype == "bf16":
+        report.note("note: nothing on a CPU runs fp8 with a bf16 base; its accuracy is not measured")
+        return None
+    with report.step("load the weights in fp32"):
+        reference = load_modules(plan.target, plan.loaded, DTYPES["fp32"])
+        own = _load(plan) if plan.precision == "bf16" else reference
+        files = {path.stem: path for path in (folder / "onnx").glob("*.onnx")}
+        graphs, backend = runnable_graphs(files, own, plan.precision, plan.limits.cache_rows)
+    text = Text.load(folder / TOKENIZER)
+    requests = choose_requests(
+        text,
+        _stop_tokens(plan, folder),
+        max_seq_len=plan.limits.max_seq_len,
+        limit=_MEASURED[0],
+        max_new_tokens=_MEASURED[1],
+    )
+    shape = None if plan.tree is None else plan.tree.shape()
+    return measure(graphs, reference, requests, report, limits=plan.limits, tree=shape, backend=backend)
+
+
 def library_versions() -> dict[str, str]:
     """Versions of what took part in a build. ONNX Runtime goes by one of two names, so some are absent."""
     versions = {"python": platform.python_version()}
@@ -190,10 +196,37 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
+def _plan(options: BuildOptions, report: Report) -> Plan:
+    """The checked plan; says what a user should know before it costs time."""
+    if options.engine.compiles:
+        find_library(options.engine.backend)
+    with report.step("find the weights"):
+        plan = make_plan(options)
+    for warning in check_room(plan):
+        report.note(f"warning: {warning}")
+    if plan.dtype == "bf16":
+        report.note("note: ONNX Runtime computes bf16 on GPUs only; on a CPU this bundle will not load")
+    return plan
+
+
+def _quantization_info(plan: Plan, quantization: Quantization, writer: BundleWriter) -> QuantizationInfo:
+    """What the manifest says of FP8; writes the scales beside it, for the next build of these weights."""
+    scales = quantization.scales
+    scales.save(writer.file(SCALES_FILE))
+    return QuantizationInfo(
+        source=scales.source,  # type: ignore[arg-type]
+        base=plan.dtype,  # type: ignore[arg-type]
+        tokens=scales.tokens,
+        linears=scales.linears,
+        kept=scales.kept,
+        scales=writer.entry(SCALES_FILE),
+    )
+
+
 def _load(plan: Plan) -> Modules:
     from eagle_export.reference import DTYPES, load_modules
 
-    return load_modules(plan.target, plan.loaded, DTYPES[plan.precision])
+    return load_modules(plan.target, plan.loaded, DTYPES[plan.dtype])
 
 
 def _add_graphs(writer: BundleWriter, specs: dict[str, GraphSpec], precision: str) -> None:
@@ -267,27 +300,3 @@ def _stop_tokens(plan: Plan, folder: Path) -> tuple[int, ...]:
         eos = getattr(plan.config, "eos_token_id", None)
         ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     return tuple(sorted({token for token in ids if 0 <= token < plan.config.vocab_size}))
-
-
-def _bytes_needed(target: Path, head: Path | None, precision: str) -> int:
-    """About what the graphs will take: the weights in the new precision, embeddings twice, a bit more."""
-    width = 4 if precision == "fp32" else 2
-    folders = [target] if head is None else [target, head]
-    files = [path for folder in folders for path in weights.weight_files(folder)]
-    return int(sum(_stored_bytes(path, width) for path in files) * 1.3) + 50_000_000
-
-
-def _stored_bytes(path: Path, width: int) -> int:
-    """Bytes of a safetensors file's values at `width` bytes each, from its header; a .bin counts as it is."""
-    if path.suffix != ".safetensors":
-        return path.stat().st_size
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    header.pop("__metadata__", None)
-    total = 0
-    for entry in header.values():
-        count = 1
-        for size in entry["shape"]:
-            count *= size
-        total += count * width
-    return total

@@ -11,8 +11,19 @@ from typing import Any
 
 import click
 
-from eagle_export.cli_options import common, json_option, source_options, threads_option
-from eagle_export.options import BACKENDS
+from eagle_export.cli_options import (
+    common,
+    engine_options,
+    fp8_options,
+    json_option,
+    print_rich,
+    source_options,
+    take_engine,
+    take_fp8,
+    threads_option,
+    use_threads,
+)
+from eagle_export.cli_sensitivity import sensitivity
 from eagle_run.cli_runner import run_cli
 from eagle_run.errors import EagleError, UsageError
 
@@ -37,15 +48,17 @@ def cli() -> None:
 
 @cli.command()
 @source_options
+@engine_options("onnxruntime")
+@fp8_options
 @click.option(
-    "--backend",
-    type=click.Choice(BACKENDS),
-    default="onnxruntime",
+    "--measure/--no-measure",
+    default=True,
     show_default=True,
-    help="What will run the graphs.",
+    help="Below fp32: compare the target with its fp32 self on some prompts, and note it in the manifest.",
 )
+@click.option("--plan", is_flag=True, help="Only estimate time, disk and memory.")
 @click.option("--force", is_flag=True, help="Replace a bundle that is already there.")
-def build(threads: int, as_json: bool, **options: Any) -> None:
+def build(threads: int, as_json: bool, plan: bool, **options: Any) -> None:
     """Build a bundle that eagle-run can decode with.
 
     Without --out it goes to bundles/TARGET-HEAD. Sizes and tree that are not given come from the recipe.
@@ -53,14 +66,17 @@ def build(threads: int, as_json: bool, **options: Any) -> None:
     \b
     Examples:
       eagle-export build --target smollm2-135m
-      eagle-export build --target llama3.1-8b --head eagle3 --precision fp16
+      eagle-export build --target llama3.1-8b --head eagle3 --precision fp8 --backend tensorrt-rtx
       eagle-export build --target ./my-model --head ./my-head --max-seq-len 4096 --out bundles/mine
     """
     from eagle_export.build import build as run_build
     from eagle_export.describe import describe, size
     from eagle_export.progress import Report
 
-    _use_threads(threads)
+    use_threads(threads)
+    if plan:
+        _show_plan(_options(options), as_json)
+        return
     built = run_build(_options(options), Report())
     total = describe(built.bundle)["total_bytes"]
     if as_json:
@@ -80,8 +96,37 @@ def build(threads: int, as_json: bool, **options: Any) -> None:
     )
 
 
+@cli.command(name="compile")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@engine_options(None)
+@click.option("--out", type=click.Path(path_type=Path), help="Write a new bundle. Default: add to BUNDLE.")
+@json_option
+@common
+def compile_(bundle: Path, out: Path | None, as_json: bool, **options: Any) -> None:
+    """Compile the ONNX graphs of a BUNDLE to engines, beside what it has.
+
+    TensorRT compiles for the GPU of the machine it runs on: copy the bundle there and compile. TensorRT-RTX
+    compiles for any of its GPUs on any machine.
+
+    \b
+    Examples:
+      eagle-export compile bundles/llama3.1-8b-eagle3 --backend tensorrt
+      eagle-export compile bundles/llama3.1-8b-eagle3 --backend tensorrt-rtx --target-arch sm89,sm120
+    """
+    from eagle_export.compile import compile_bundle
+    from eagle_export.describe import describe, render_engines
+    from eagle_export.progress import Report
+
+    done = describe(compile_bundle(bundle, take_engine(options), Report(), out=out))
+    if as_json:
+        _print_json({"bundle": done["path"], "engines": [a for a in done["artifacts"] if a["engine"]]})
+    else:
+        print_rich(render_engines(done))
+
+
 @cli.command()
 @source_options
+@fp8_options
 def export(threads: int, as_json: bool, **options: Any) -> None:
     """Write the ONNX graphs alone into a new folder, for use outside of eagle-run.
 
@@ -94,7 +139,7 @@ def export(threads: int, as_json: bool, **options: Any) -> None:
 
     if options["out"] is None:
         raise UsageError("no place to write the graphs to", hint="name a new folder with --out")
-    _use_threads(threads)
+    use_threads(threads)
     folder = export_only(_options(options), Report())
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     if as_json:
@@ -114,7 +159,7 @@ def inspect(bundle: Path, as_json: bool) -> None:
     from eagle_run.bundle import load_bundle
 
     data = describe(load_bundle(bundle))
-    _print_json(data) if as_json else _print_rich(render(data))
+    _print_json(data) if as_json else print_rich(render(data))
 
 
 @cli.command()
@@ -146,9 +191,9 @@ def verify(bundle: Path, threads: int, as_json: bool, **options: Any) -> None:
     from eagle_export.progress import Report
     from eagle_export.verify import render, verify_bundle
 
-    _use_threads(threads)
+    use_threads(threads)
     result = verify_bundle(bundle, Report(), threads=threads, **options)
-    _print_json(result.as_dict()) if as_json else _print_rich(render(result))
+    _print_json(result.as_dict()) if as_json else print_rich(render(result))
     if not result.passed:
         raise EagleError(
             f"{bundle}: {result.failures} of {len(result.checks)} checks failed",
@@ -176,7 +221,7 @@ def recipes(as_json: bool) -> None:
         heads = ", ".join(recipe.heads) or "none"
         context = str(recipe.limits.max_seq_len)
         table.add_row(recipe.name, heads, context, str(recipe.target), recipe.description)
-    _print_rich(table)
+    print_rich(table)
 
 
 @cli.command()
@@ -187,11 +232,22 @@ def doctor(as_json: bool) -> None:
     from eagle_export.doctor import diagnose, render, to_json
 
     checks = diagnose()
-    _print_json(to_json(checks)) if as_json else _print_rich(render(checks))
+    _print_json(to_json(checks)) if as_json else print_rich(render(checks))
+
+
+def _show_plan(options: Any, as_json: bool) -> None:
+    """What a build would take; nothing is built."""
+    from eagle_export.build import plan_only
+
+    estimate = plan_only(options)
+    _print_json(estimate.as_dict()) if as_json else print_rich(estimate.render())
+
+
+cli.add_command(sensitivity)
 
 
 def _options(values: dict[str, Any]) -> Any:
-    from eagle_export.options import BuildOptions
+    from eagle_export.options import BuildOptions, EngineOptions
 
     ids = values.pop("head_layer_ids")
     if ids is not None:
@@ -202,27 +258,14 @@ def _options(values: dict[str, Any]) -> Any:
                 f"--head-layer-ids should be numbers with commas between them, found {ids!r}",
                 hint="for example --head-layer-ids 2,16,29",
             ) from None
-    return BuildOptions(head_layer_ids=ids, **values)
-
-
-def _use_threads(threads: int) -> None:
-    if threads:
-        import torch
-
-        torch.set_num_threads(threads)
+    fp8 = take_fp8(values)
+    engine = take_engine(values) if "backend" in values else EngineOptions()
+    values["precision"] = values["precision"] or ("fp16" if engine.compiles else "fp32")
+    return BuildOptions(head_layer_ids=ids, engine=engine, fp8=fp8, **values)
 
 
 def _print_json(data: Any) -> None:
     click.echo(json.dumps(data, indent=2))
-
-
-def _print_rich(renderable: Any) -> None:
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)  # a file or a pipe has no width to fit into
-    console.print(renderable)
 
 
 def run(arguments: Sequence[str]) -> int:

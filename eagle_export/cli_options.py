@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from eagle_export.options import PRECISIONS, TREE_KINDS
+from eagle_export.options import (
+    BACKENDS,
+    COMPATIBILITIES,
+    ENGINE_FLAGS,
+    PRECISIONS,
+    PROFILES,
+    TREE_KINDS,
+    EngineOptions,
+    Fp8Options,
+)
+from eagle_run.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,6 +35,115 @@ json_option = click.option(
 threads_option = click.option(
     "--threads", type=click.IntRange(min=0), default=0, help="CPU threads; 0 takes one per core."
 )
+
+
+def engine_options(default_backend: str | None) -> Callable[[F], F]:
+    """What to compile for: shared by build and compile. `take_engine` collects them."""
+    options = [
+        click.option(
+            "--backend",
+            type=click.Choice([name for name in BACKENDS if default_backend or name != "onnxruntime"]),
+            **({"default": default_backend, "show_default": True} if default_backend else {"required": True}),
+            help="What will run the graphs.",
+        ),
+        click.option(
+            "--target-arch",
+            metavar="SM,SM",
+            help="GPUs that a tensorrt-rtx engine is for, e.g. sm89,sm120 (the default).",
+        ),
+        click.option(
+            "--profiles",
+            metavar="NAME,NAME",
+            help=f"Shapes to tune kernels for, of {', '.join(PROFILES)}. Default: all that a graph uses.",
+        ),
+        click.option(
+            "--workspace", type=click.IntRange(min=1), metavar="MIB", help="Most scratch memory of a kernel."
+        ),
+        click.option(
+            "--optimization-level", type=click.IntRange(0, 5), metavar="0-5", help="Effort of the compiler."
+        ),
+        click.option(
+            "--hardware-compat",
+            "hardware_compatibility",
+            type=click.Choice(COMPATIBILITIES),
+            default="none",
+            show_default=True,
+            help="tensorrt only: other GPUs that the engine may run on, at some cost in speed.",
+        ),
+        click.option(
+            "--version-compatible",
+            is_flag=True,
+            help="tensorrt only: let later versions run it too.",
+        ),
+        click.option(
+            "--timing-cache",
+            type=click.Path(path_type=Path, dir_okay=False),
+            help="tensorrt only: file of kernel timings to reuse and extend.",
+        ),
+    ]
+    return lambda function: _apply(options, function)
+
+
+def fp8_options(function: F) -> F:
+    """How FP8 is made. `take_fp8` collects them."""
+    options = [
+        click.option(
+            "--keep-16bit",
+            "keep",
+            multiple=True,
+            metavar="PATTERN",
+            help="fp8: linear layers to leave in 16 bit, e.g. '*.down_proj'. May be repeated; "
+            "`eagle-export sensitivity` says which are worth it.",
+        ),
+        click.option("--quantize-lm-head", "lm_head", is_flag=True, help="fp8: quantise lm_head as well."),
+        click.option(
+            "--fp8-base",
+            "base",
+            type=click.Choice(("fp16", "bf16")),
+            default="fp16",
+            show_default=True,
+            help="fp8: type of everything else.",
+        ),
+        click.option(
+            "--scales",
+            type=click.Path(path_type=Path, dir_okay=False),
+            help="fp8: scales of an earlier calibration of the same weights.",
+        ),
+        click.option(
+            "--calibration",
+            "prompts",
+            type=click.Path(path_type=Path, dir_okay=False),
+            help='fp8: prompts to calibrate on, one JSON object a line, {"turns": ["..."]}. '
+            "Default: some of our own.",
+        ),
+    ]
+    return _apply(options, function)
+
+
+def take_engine(values: dict[str, Any]) -> EngineOptions:
+    """Takes the options of `engine_options` out of a command's values."""
+    taken = {name: values.pop(name) for name in ("backend", *ENGINE_FLAGS)}
+    for name in ("target_arch", "profiles"):
+        taken[name] = _names(taken[name], ENGINE_FLAGS[name])
+    return EngineOptions(**taken)
+
+
+def take_fp8(values: dict[str, Any]) -> Fp8Options:
+    """Takes the options of `fp8_options` out of a command's values."""
+    return Fp8Options(**{name: values.pop(name) for name in ("keep", "lm_head", "base", "scales", "prompts")})
+
+
+def _names(value: str | None, flag: str) -> tuple[str, ...]:
+    names = () if value is None else tuple(part.strip() for part in value.split(","))
+    if not all(names):
+        raise UsageError(f"--{flag} should be names with commas between them, found {value!r}")
+    return names
+
+
+def _apply(options: Sequence[Callable[[F], F]], function: F) -> F:
+    for option in reversed(options):
+        function = option(function)
+    return function
 
 
 def source_options(function: F) -> F:
@@ -54,9 +173,8 @@ def source_options(function: F) -> F:
         click.option(
             "--precision",
             type=click.Choice(PRECISIONS),
-            default="fp32",
-            show_default=True,
-            help="Of weights and caches. fp32 for CPUs.",
+            help="Of weights and caches; fp8 is of linear layers, the rest has 16 bit. "
+            "Default: fp32 for onnxruntime, fp16 for engines.",
         ),
         click.option(
             "--max-seq-len", type=int, metavar="N", help="Longest prompt and answer together, in tokens."
@@ -82,6 +200,22 @@ def source_options(function: F) -> F:
         json_option,
         common,
     ]
-    for option in reversed(options):
-        function = option(function)
-    return function
+    return _apply(options, function)
+
+
+def use_threads(threads: int) -> None:
+    """Of torch, for what is computed in eager mode; 0 leaves its default."""
+    if threads:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def print_rich(renderable: Any) -> None:
+    """To standard output, as wide as a terminal or, where there is none, as wide as needed."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # a file or a pipe has no width to fit into
+    console.print(renderable)

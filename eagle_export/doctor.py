@@ -9,13 +9,15 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from eagle_export import recipe, weights
 from eagle_export.describe import size
+from eagle_export.engines.architectures import arch_name, can_compute, check_architectures
+from eagle_export.engines.library import MODULES, find_library
 from eagle_run.bundle import cache_dir
 from eagle_run.errors import EagleError
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 Status = Literal["ok", "warn", "missing"]
-Group = Literal["library", "machine", "backend", "demo"]
+Group = Literal["library", "machine", "backend", "compile", "demo"]
 
 _LIBRARIES = ("torch", "transformers", "onnx", "onnxruntime", "onnxscript")
 _DEMO = "smollm2-135m"
@@ -68,6 +70,7 @@ def diagnose() -> list[Check]:
         _disk("disk for caches", cache_dir("eagle-export")),
         _demo_weights(),
         *_backends(gpus),
+        *(_compile(name) for name in MODULES),
     ]
 
 
@@ -217,6 +220,28 @@ def _backends(gpus: Sequence[Gpu]) -> list[Check]:
             "tensorrt-rtx", "eagle_run.backends.tensorrt", [_module("tensorrt_rtx", "rtx"), _some_gpu(gpus)]
         ),
     ]
+
+
+def _compile(backend: str) -> Check:
+    """Which GPUs this machine can compile engines for, and with which precisions."""
+    name = f"engines of {backend}"
+    try:
+        capabilities = find_library(backend).capabilities or check_architectures(backend, "fp16", ())
+    except EagleError as error:
+        return Check("compile", name, "missing", error.message, error.hint)
+    able = "; ".join(
+        f"{precision} for {', '.join(map(arch_name, fitting))}"
+        for precision, fitting in _by_precision(capabilities)
+    )
+    where = "on this GPU only" if backend == "tensorrt" else "without a GPU"
+    return Check("compile", name, "ok", f"{able} ({where})")
+
+
+def _by_precision(capabilities: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    for precision in ("fp16", "bf16", "fp8"):
+        fitting = [found for found in capabilities if can_compute(precision, found)]
+        if fitting:
+            yield precision, fitting
 
 
 Need = Callable[[], tuple[str, str] | None]  # what is lacking and how to get it, or None

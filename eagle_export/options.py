@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle_run.bundle import TreeDefaults
-from eagle_run.errors import EagleError, UsageError
+from eagle_run.errors import UsageError
 
 if TYPE_CHECKING:
     from eagle_export.recipe import BuildLimits
@@ -15,8 +15,108 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8")
 BACKENDS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
+COMPATIBILITIES = ("none", "ampere_plus", "same_compute_capability")
+PROFILES = ("prefill", "verify", "plain", "draft")  # of the engines
 TREE_KINDS = ("dynamic", "static", "chain")
 _ROW_STEP = 64  # cache rows are rounded up to whole steps
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What to compile for, shared by `build` and `compile`. None and empty mean the library's or our default.
+
+    target_arch: GPU architectures such as "sm89" (TensorRT-RTX only: TensorRT compiles for the GPU it runs
+    on). profiles: names of optimization profiles. workspace: MiB that a kernel may take. optimization_level:
+    0 to 5. hardware_compatibility, version_compatible, timing_cache: TensorRT only.
+    """
+
+    backend: str = "onnxruntime"
+    target_arch: tuple[str, ...] = ()
+    profiles: tuple[str, ...] = ()
+    workspace: int | None = None
+    optimization_level: int | None = None
+    hardware_compatibility: str = "none"
+    version_compatible: bool = False
+    timing_cache: Path | None = None
+
+    @property
+    def compiles(self) -> bool:
+        return self.backend != "onnxruntime"
+
+    def check(self, precision: str) -> None:
+        """Raises for a backend that cannot be, and for what this backend or these GPUs cannot do."""
+        if self.backend not in BACKENDS:
+            raise UsageError(f"backend should be one of {', '.join(BACKENDS)}, found {self.backend!r}")
+        if not self.compiles:
+            self._check_unused()
+            return
+        if unknown := [name for name in self.profiles if name not in PROFILES]:
+            raise UsageError(
+                f"profiles should be of {', '.join(PROFILES)}, found {', '.join(unknown)}",
+                hint="leave them out to have all that a graph can use",
+            )
+        from eagle_export.engines.architectures import check_architectures
+
+        check_architectures(self.backend, precision, self.target_arch)
+        if self.backend == "tensorrt-rtx":
+            for given, flag in (
+                (self.hardware_compatibility != "none", "hardware-compat"),
+                (self.version_compatible, "version-compatible"),
+                (self.timing_cache, "timing-cache"),
+            ):
+                if given:
+                    raise UsageError(
+                        f"--{flag} is for TensorRT; a TensorRT-RTX engine is finished on the GPU it runs on",
+                        hint="leave it out; --target-arch says which GPUs the engine is for",
+                    )
+
+    def _check_unused(self) -> None:
+        for name, flag in ENGINE_FLAGS.items():
+            if getattr(self, name) != getattr(EngineOptions(), name):
+                raise UsageError(
+                    f"--{flag} is for engines, but --backend onnxruntime compiles none",
+                    hint="add --backend tensorrt-rtx or --backend tensorrt",
+                )
+
+
+ENGINE_FLAGS = {
+    "target_arch": "target-arch",
+    "profiles": "profiles",
+    "workspace": "workspace",
+    "optimization_level": "optimization-level",
+    "hardware_compatibility": "hardware-compat",
+    "version_compatible": "version-compatible",
+    "timing_cache": "timing-cache",
+}
+
+
+@dataclass(frozen=True)
+class Fp8Options:
+    """How FP8 is made. keep: patterns of linear layers that stay in 16 bit. lm_head: quantise that as well.
+
+    base: type of everything that is not a quantised product. scales: a file of scales from an earlier build.
+    prompts: questions to calibrate on, in place of our own.
+    """
+
+    keep: tuple[str, ...] = ()
+    lm_head: bool = False
+    base: str = "fp16"
+    scales: Path | None = None
+    prompts: Path | None = None
+
+    def check(self, precision: str) -> None:
+        """Raises UsageError for options of FP8 where there is none, and for those that contradict."""
+        if precision != "fp8" and self != Fp8Options():
+            raise UsageError(
+                f"--keep-16bit, --quantize-lm-head, --fp8-base, --scales and --calibration are for FP8, but "
+                f"the precision is {precision}",
+                hint="add --precision fp8, or leave them out",
+            )
+        if self.scales is not None and self.prompts is not None:
+            raise UsageError(
+                "--scales and --calibration contradict: the file of scales replaces a calibration",
+                hint="give one of them",
+            )
 
 
 @dataclass(frozen=True)
@@ -26,6 +126,7 @@ class BuildOptions:
     target: recipe, folder or hub id. head: eagle1, eagle3, folder, hub id or "none".
     head_layer_ids: indices into Transformers' `hidden_states` that override the head's own.
     Sizes count tokens (max_seq_len, prefill_chunk), sequences (max_batch) and nodes with the root.
+    measure: compare the target with its float32 self, for a precision below that.
     """
 
     target: str
@@ -33,7 +134,8 @@ class BuildOptions:
     head_layer_ids: tuple[int, ...] | None = None
     out: Path | None = None
     precision: str = "fp32"
-    backend: str = "onnxruntime"
+    engine: EngineOptions = EngineOptions()
+    fp8: Fp8Options = Fp8Options()
     max_seq_len: int | None = None
     max_batch: int | None = None
     prefill_chunk: int | None = None
@@ -42,23 +144,20 @@ class BuildOptions:
     depth: int | None = None
     top_k: int | None = None
     nodes: int | None = None
+    measure: bool = True
     force: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """Of all that is not a quantised product: the precision itself, or the base of FP8."""
+        return self.fp8.base if self.precision == "fp8" else self.precision
 
     def check(self) -> None:
         """Raises for what no target could make right: so that a wrong command line costs no waiting."""
         if self.precision not in PRECISIONS:
             raise UsageError(f"precision should be one of {', '.join(PRECISIONS)}, found {self.precision!r}")
-        if self.precision == "fp8":
-            raise EagleError(
-                "precision fp8 is not in this version yet", hint="use --precision fp32, fp16 or bf16"
-            )
-        if self.backend not in BACKENDS:
-            raise UsageError(f"backend should be one of {', '.join(BACKENDS)}, found {self.backend!r}")
-        if self.backend != "onnxruntime":
-            raise EagleError(
-                f"compiling for {self.backend} is not in this version yet",
-                hint="use --backend onnxruntime; the graphs it writes are what TensorRT will read",
-            )
+        self.fp8.check(self.precision)
+        self.engine.check(self.precision)
         for name in ("max_seq_len", "max_batch", "prefill_chunk", "max_tree_nodes"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -42,6 +42,21 @@ class Report:
         still = not self.console.is_terminal
         bar = track(items, description=f"  {name}", console=self.console, transient=True, disable=still)
         yield from bar
+        self.seconds[name] = time.perf_counter() - start
+        self.console.print(f"  {name:<44}{self.seconds[name]:>7.1f} s", markup=False)
+
+    @contextmanager
+    def bar(self, name: str) -> Iterator[Callable[[float, str], None]]:
+        """A step that knows how far it is: gives a function of the share done and of what is being done."""
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        start = time.perf_counter()
+        part = TextColumn("{task.fields[part]}")
+        columns = (TextColumn("  {task.description}"), BarColumn(), TimeElapsedColumn(), part)
+        still = not self.console.is_terminal
+        with Progress(*columns, console=self.console, transient=True, disable=still) as progress:
+            task = progress.add_task(name, total=1.0, part="")
+            yield lambda share, part: progress.update(task, completed=share, part=part)
         self.seconds[name] = time.perf_counter() - start
         self.console.print(f"  {name:<44}{self.seconds[name]:>7.1f} s", markup=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -48,15 +48,10 @@ _TOKENIZER_FILES = (
 _PROBE = "Hello, wörld!\n\n1. 2 + 2 = 4 🙂"
 
 
-def require_space(path: Path, needed: int) -> None:
-    """Raises EagleError when the disk that will hold `path` has fewer than `needed` bytes free."""
+def free_space(path: Path) -> int:
+    """Bytes that are free on the disk that will hold `path`."""
     there = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(there).free
-    if free < needed:
-        raise EagleError(
-            f"{path}: about {needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free",
-            hint="free some disk space, or choose another place with --out",
-        )
+    return shutil.disk_usage(there).free
 
 
 class BundleWriter:
@@ -101,6 +96,11 @@ class BundleWriter:
                 f"{self.path}: the disk is full; nothing was kept",
                 hint="free some disk space, or choose another place with --out",
             ) from error
+
+    @property
+    def artifacts(self) -> tuple[Artifact, ...]:
+        """What was added so far."""
+        return tuple(self._artifacts)
 
     def file(self, relative: str) -> Path:
         """Where to write the file `relative` of the bundle; its folder exists."""
@@ -152,6 +152,30 @@ class BundleWriter:
             raise explain(error, Artifact, f"{graph} graph") from None
         self._artifacts.append(artifact)
         return artifact
+
+    def adopt(self, bundle: Bundle, *, without: Callable[[Artifact], bool] = lambda _: False) -> None:
+        """Takes over the files of a finished bundle, except the artifacts that `without` is true for.
+
+        A bundle that is being replaced is linked where the disk allows it, anything else is copied. Raises
+        EagleError when it cannot be read.
+        """
+        kept = [artifact for artifact in bundle.manifest.artifacts if not without(artifact)]
+        dropped = {e.path for a in bundle.manifest.artifacts if without(a) for e in a.files}
+        dropped -= {entry.path for artifact in kept for entry in artifact.files}
+        replaced = bundle.path.resolve() == self.path.resolve()
+        for entry in bundle.manifest.files():
+            place = self.file(entry.path)
+            if entry.path in dropped or place.exists():
+                continue
+            try:
+                (os.link if replaced else shutil.copyfile)(bundle.path / entry.path, place)
+            except OSError as error:
+                if _disk_full(error) or not replaced:
+                    raise
+                shutil.copyfile(bundle.path / entry.path, place)  # a file system without links
+            remember_sha256({place: entry.sha256})
+        self._artifacts = kept
+        self._tokenizer = list(bundle.manifest.tokenizer)
 
     def copy_tokenizer(self, model_folder: Path) -> None:
         """The tokenizer, chat template and generation config of a model folder, as the runtime reads them.

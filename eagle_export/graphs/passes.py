@@ -7,7 +7,8 @@ product streams its weights through the caches on its own, so a decoding step is
 
 from __future__ import annotations
 
-from collections import defaultdict
+import ast
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -15,6 +16,8 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from eagle_run.errors import EagleError
+
+_SCOPES = "pkg.torch.onnx.name_scopes"  # where the exporter notes the modules around a node, outermost first
 
 TORCH_NAMES = {
     ir.DataType.FLOAT: "float32",
@@ -48,9 +51,26 @@ def clean(
     merge_products(model)
     common.RemoveUnusedNodesPass()(model)
     common.RemoveUnusedOpsetsPass()(model)
+    name_nodes(model, prefix)
     common.ClearMetadataAndDocStringPass()(model)
     model.graph.name = name
     model.producer_name, model.producer_version = "eagle-export", None
+
+
+def name_nodes(model: ir.Model, prefix: str = "") -> None:
+    """Name each node by the module that it comes from and what it does: model.layers.3.self_attn/Attention.
+
+    So a compiler's errors and its list of layers speak of the model's own layers. Names are unique: further
+    nodes of a kind in one module get _1, _2, .... `prefix` is dropped from the front of a module's name. A
+    node that no module made is named by the graph's operation alone.
+    """
+    taken: Counter[str] = Counter()
+    for node in model.graph:
+        scope = _scope(node).removeprefix("module").removeprefix(".")
+        scope = scope.removeprefix(prefix.removeprefix("module."))
+        name = f"{scope}/{node.op_type}" if scope else node.op_type
+        taken[name] += 1
+        node.name = name if taken[name] == 1 else f"{name}_{taken[name] - 1}"
 
 
 def name_signature(
@@ -162,8 +182,11 @@ def _merge(model: ir.Model, rows: ir.Value, nodes: Sequence[ir.Node]) -> None:
     joined = _lazy_initializer(model, name, dtype, [depth, sum(widths)], compute)
     key = "widths_" + "_".join(map(str, widths))
     sizes = model.graph.initializers.get(key) or _initializer(model, key, np.array(widths, np.int64))
-    product = ir.node("MatMul", [rows, joined])
-    split = ir.node("Split", [product.outputs[0], sizes], {"axis": -1}, num_outputs=len(nodes))
+    scope = _joined_scope([_scope(node) for node in nodes])
+    product = ir.node("MatMul", [rows, joined], metadata_props=scope)
+    split = ir.node(
+        "Split", [product.outputs[0], sizes], {"axis": -1}, num_outputs=len(nodes), metadata_props=scope
+    )
     model.graph.insert_before(nodes[0], [product, split])
     for node, part in zip(nodes, split.outputs, strict=True):
         part.shape, part.dtype = node.outputs[0].shape, dtype
@@ -171,6 +194,22 @@ def _merge(model: ir.Model, rows: ir.Value, nodes: Sequence[ir.Node]) -> None:
         model.graph.remove(node, safe=True)
     for weight in weights:
         del model.graph.initializers[weight.name]
+
+
+def _scope(node: ir.Node) -> str:
+    """The innermost module around a node, "module.model.model.layers.0.mlp"; "" where there is none."""
+    scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))[:-1]  # the last is the operation itself
+    named = [scope for scope in scopes if scope == "module" or scope.startswith("module.")]
+    return named[-1] if named else ""
+
+
+def _joined_scope(scopes: Sequence[str]) -> dict[str, str]:
+    """Metadata of what takes the place of nodes in several modules: self_attn.q_proj+k_proj+v_proj."""
+    scopes = list(dict.fromkeys(scopes))
+    joined, parents = "+".join(scopes), {scope.rpartition(".")[0] for scope in scopes}
+    if len(scopes) > 1 and len(parents) == 1:
+        joined = f"{parents.pop()}." + "+".join(scope.rpartition(".")[2] for scope in scopes)
+    return {_SCOPES: repr([joined, ""])}
 
 
 def _copied_size(source: ir.Shape, axis: int, dim: int | ir.SymbolicDim) -> int | None:

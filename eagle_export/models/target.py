@@ -109,18 +109,19 @@ def _check_layers(config: Any, max_seq_len: int) -> None:
 def load_target(folder: Path, dtype: torch.dtype) -> Any:
     """The causal LM in a local Hugging Face folder (config.json and weights), in eval mode.
 
-    Reads nothing but the folder; safetensors are preferred to .bin files. Raises EagleError when a file is
-    missing or damaged, or when the weights are not exactly the tensors of the model in config.json.
+    Reads nothing but the folder; safetensors are preferred to .bin files. Weights that come in FP8 (see
+    `fp8.checkpoint`) are dequantised. Raises EagleError when a file is missing or damaged, when the weights
+    are not exactly the tensors of the model in config.json, or are quantised in another way.
     """
     from transformers import AutoModelForCausalLM
 
+    from eagle_export.fp8.checkpoint import read_checkpoint
+
+    given = read_checkpoint(folder)
+    load = AutoModelForCausalLM.from_pretrained if given is None else given.from_pretrained
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
+        model, info = load(
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
     except Exception as error:  # whatever Transformers, safetensors or torch run into
         raise EagleError(

@@ -206,11 +206,18 @@ def _check_schema(data: object, where: Path) -> None:
 
 
 def _from_version_1(data: dict[str, Any]) -> dict[str, Any]:
-    """Version 1 knew no engines, and named the one GPU of an artifact (always null)."""
-    artifacts = [dict(artifact) for artifact in data.get("artifacts", [])]
-    for artifact in artifacts:
-        artifact.pop("compute_capability", None)
-    return {**data, "schema_version": 2, "artifacts": artifacts}
+    """Version 1 knew no engines, and named the one GPU of an artifact (always null).
+
+    What is not shaped like a manifest is left to the validation.
+    """
+    data = {**data, "schema_version": SCHEMA_VERSION}
+    if isinstance(artifacts := data.get("artifacts"), list):
+        data["artifacts"] = [_without(artifact, "compute_capability") for artifact in artifacts]
+    return data
+
+
+def _without(record: Any, key: str) -> Any:
+    return {k: v for k, v in record.items() if k != key} if isinstance(record, dict) else record
 
 
 def _check_head_target(manifest: Manifest, where: Path) -> None:

@@ -205,7 +205,8 @@ class Manifest(Record):
         """Every file that the manifest vouches for."""
         vocab_map = self.head.vocab_map if self.head else None
         entries = [entry for artifact in self.artifacts for entry in artifact.files]
-        return [*entries, *self.tokenizer, *([vocab_map] if vocab_map else [])]
+        scales = self.quantization.scales if self.quantization else None
+        return [*entries, *self.tokenizer, *(entry for entry in (vocab_map, scales) if entry)]
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
@@ -253,6 +254,8 @@ def _artifact_contradictions(artifact: Artifact, layers: int, *, has_head: bool)
         yield f"a {artifact.graph} graph without a head"
     if (artifact.engine is None) != (artifact.backend == "onnx"):
         yield f"{artifact.graph} graph for {artifact.backend}: engine is null for onnx, and only for onnx"
+    if artifact.engine is not None:
+        yield from _engine_contradictions(artifact, artifact.engine)
     if artifact.file not in {entry.path for entry in artifact.files}:
         yield f"{artifact.file!r} of the {artifact.graph} graph is not among its files"
     found = tuple(info.name for info in artifact.inputs), tuple(info.name for info in artifact.outputs)
@@ -261,3 +264,22 @@ def _artifact_contradictions(artifact: Artifact, layers: int, *, has_head: bool)
         if set(have) != set(want) or len(have) != len(want):
             odd = sorted(set(have) ^ set(want)) or sorted(have)
             yield f"{side} of the {artifact.graph} graph differ from the contract: {odd}"
+
+
+def _engine_contradictions(artifact: Artifact, engine: EngineInfo) -> Iterator[str]:
+    """An engine knows its sizes by profile, and runs on the GPUs it names."""
+    where = f"{artifact.graph} engine"
+    named = [tuple(int(part) for part in text.split(".")) for text in artifact.compute_capabilities]
+    if named != sorted(set(named)):
+        yield f"{where}: compute_capabilities {list(artifact.compute_capabilities)} must ascend"
+    names = [profile.name for profile in engine.profiles]
+    if len(set(names)) < len(names):
+        yield f"{where}: two profiles have one name among {names}"
+    tensors = (*artifact.inputs, *artifact.outputs)
+    dynamic = {size for tensor in tensors for size in tensor.shape if isinstance(size, str)}
+    for profile in engine.profiles:
+        if odd := sorted(dynamic ^ set(profile.axes)):
+            yield (
+                f"{where}: profile {profile.name!r} must give exactly the dynamic axes of the graph, "
+                f"{', '.join(sorted(dynamic))}; it differs in {', '.join(odd)}"
+            )

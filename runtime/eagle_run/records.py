@@ -111,7 +111,7 @@ class QuantizationInfo(Record):
 
     source: "calibrated" (on `tokens` tokens of prompts and answers), or the dialect of a checkpoint that
     brought them.
-    kept: patterns of the linear layers that stayed in 16 bit.
+    kept: patterns of the linear layers that stayed in 16 bit. scales: file of the scales, for the next build.
     """
 
     source: Literal["calibrated", "modelopt", "compressed-tensors"]
@@ -119,22 +119,28 @@ class QuantizationInfo(Record):
     tokens: Size
     linears: Size
     kept: tuple[str, ...]
+    scales: FileEntry | None = None
 
 
 class AccuracyInfo(Record):
-    """The target in its precision against the same weights in float32, teacher-forced over real prompts.
+    """The target in its precision against the same weights in float32, teacher-forced over real text.
 
-    top1_agreement: share of `tokens` positions with the same most likely token. kl: mean of KL(fp32 || this)
-    in nats. tokens_per_round: with the bundle's tree at temperature 0; null without a head.
+    backend: what ran the bundle's precision, its ONNX graphs or (bf16 on a CPU) the modules they came from.
+    tokens: compared positions, of `prompts` prompts and float32's greedy answers to them. top1_agreement:
+    share of them with the same most likely token. kl: mean of KL(fp32 || this) in nats. perplexity: of those
+    tokens. tokens_per_round: with the bundle's tree at temperature 0 on the same prompts, each precision
+    answering by itself; null without a head.
     """
 
+    backend: Literal["onnxruntime", "eager"]
+    prompts: Count
     tokens: Count
     top1_agreement: Share
-    kl: float
-    perplexity: float
-    reference_perplexity: float
-    tokens_per_round: float | None
-    reference_tokens_per_round: float | None
+    kl: Annotated[float, Field(ge=0)]
+    perplexity: Annotated[float, Field(ge=1)]
+    reference_perplexity: Annotated[float, Field(ge=1)]
+    tokens_per_round: Annotated[float, Field(ge=1)] | None
+    reference_tokens_per_round: Annotated[float, Field(ge=1)] | None
 
 
 class BuildInfo(Record):

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny import Sizes, write_head, write_target
 
 import eagle_export.build
+from eagle_export.engines.architectures import local_capability
 from eagle_run.bundle import load_bundle
 
 SMALL = ("--max-seq-len", "64", "--prefill-chunk", "16", "--max-tree-nodes", "16", "--max-batch", "2")
@@ -29,7 +30,7 @@ def test_the_console_script_answers() -> None:
     assert done.stdout.startswith("eagle-export 0.")
 
 
-@pytest.mark.parametrize("command", ["build", "export", "inspect", "verify", "recipes", "doctor"])
+@pytest.mark.parametrize("command", ["build", "compile", "export", "inspect", "verify", "recipes", "doctor"])
 def test_every_command_explains_itself(command: str, cli: Cli) -> None:
     outcome = cli(command, "--help")
     assert outcome.code == 0
@@ -62,17 +63,37 @@ def test_a_wrong_command_line_ends_with_2(arguments: list[str], words: list[str]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "code", "words"),
     [
-        (["--precision", "fp8"], ["fp8", "not in this version"]),
-        (["--backend", "tensorrt"], ["tensorrt", "not in this version"]),
-        (["--backend", "tensorrt-rtx"], ["tensorrt-rtx", "not in this version"]),
+        ("--backend tensorrt-rtx --target-arch sm86 --precision fp8", 1, ["sm86", "Ada"]),
+        ("--backend tensorrt-rtx --target-arch sm75 --precision bf16", 1, ["sm75", "bf16"]),
+        ("--backend tensorrt-rtx --target-arch sm90", 2, ["Hopper", "--backend tensorrt"]),
+        ("--backend tensorrt-rtx --target-arch rtx4090", 2, ["rtx4090", "sm89"]),
+        ("--backend tensorrt-rtx --target-arch sm89,,sm120", 2, ["--target-arch", "commas"]),
+        ("--backend tensorrt-rtx --hardware-compat ampere_plus", 2, ["--hardware-compat", "TensorRT"]),
+        ("--backend tensorrt-rtx --version-compatible", 2, ["--version-compatible"]),
+        ("--backend tensorrt-rtx --timing-cache t.cache", 2, ["--timing-cache"]),
+        ("--backend tensorrt-rtx --profiles verify,fast", 2, ["fast", "prefill"]),
+        ("--target-arch sm89", 2, ["--target-arch", "--backend onnxruntime"]),
+        ("--workspace 64", 2, ["--workspace", "--backend onnxruntime"]),
+        ("--precision fp16 --keep-16bit *.down_proj", 2, ["FP8", "fp16"]),
+        ("--precision fp8 --scales a.json --calibration b.jsonl", 2, ["--scales", "--calibration"]),
     ],
 )
-def test_what_is_not_there_yet_says_so(
-    arguments: list[str], words: list[str], cli: Cli, tmp_path: Path
+def test_what_cannot_be_compiled_is_refused_before_anything_is_read(
+    arguments: str, code: int, words: list[str], cli: Cli, tmp_path: Path
 ) -> None:
-    fails(cli("build", "--target", "smollm2-135m", "--out", tmp_path / "b", *arguments), 1, *words, "hint: ")
+    command = ["build", "--target", "smollm2-135m", "--out", tmp_path / "b", *arguments.split()]
+    outcome = cli(*command)
+    fails(outcome, code, *words)
+    assert "find the weights" not in outcome.err
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.skipif(local_capability() is not None, reason="a GPU is here: TensorRT could compile")
+def test_tensorrt_without_a_gpu_says_where_to_compile(cli: Cli, tmp_path: Path) -> None:
+    command = ["build", "--target", "smollm2-135m", "--backend", "tensorrt", "--out", tmp_path / "b"]
+    fails(cli(*command), 1, "no NVIDIA GPU", "hint: ", "eagle-export compile")
     assert leftovers(tmp_path) == []
 
 

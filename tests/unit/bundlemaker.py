@@ -62,6 +62,7 @@ def write_bundle(root: Path, edit: Edit | None = None) -> Path:
                 "opset": 24,
                 "library_version": "onnx 1.23.2",
                 "compute_capabilities": [],
+                "engine": None,
                 "inputs": tensors(inputs),
                 "outputs": tensors(outputs),
             }
@@ -73,11 +74,72 @@ def write_bundle(root: Path, edit: Edit | None = None) -> Path:
     return root
 
 
+def add_engines(data: dict[str, Any], root: Path, *groups: tuple[str, ...], **changes: Any) -> None:
+    """An edit: an engine of the target for each group of GPUs, beside the graphs that are there."""
+    (root / "engines").mkdir()
+    for group in groups:
+        arch = "-".join(f"sm{capability.replace('.', '')}" for capability in group)
+        file = f"engines/target.tensorrt-{arch}.engine"
+        (root / file).write_bytes(f"engine for {arch}".encode())
+        data["artifacts"].append(
+            {
+                **data["artifacts"][0],
+                "backend": "tensorrt",
+                "precision": "fp8",
+                "file": file,
+                "files": [entry(root, file)],
+                "opset": None,
+                "library_version": "tensorrt 11.4.0",
+                "compute_capabilities": list(group),
+                "engine": engine(),
+                **changes,
+            }
+        )
+
+
+def engine() -> dict[str, Any]:
+    """An EngineInfo of two profiles: one whose layers are known, one whose are not."""
+    rows = {"min": 1, "opt": 16, "max": 64}
+    layers = {
+        "kernels": 402,
+        "attention": {"_gemm_mha_v2": 2},
+        "gemms": {"fp8": 8, "fp16": 1},
+        "scratch_bytes": 10_400_000,
+    }
+    batch = {"min": 1, "opt": 1, "max": 2}
+    return {
+        "profiles": [
+            {"name": "verify", "axes": {"B": batch, "T": rows}, "layers": layers},
+            {"name": "plain", "axes": {"B": batch, "T": {"min": 1, "opt": 1, "max": 1}}, "layers": None},
+        ],
+        "hardware_compatibility": "none",
+        "version_compatible": False,
+        "attention_layers": 2,
+        "cache_updates": 4,
+        "seconds": 12.3,
+        "peak_memory_bytes": 1_400_000_000,
+    }
+
+
+ACCURACY = {
+    "backend": "onnxruntime",
+    "prompts": 24,
+    "tokens": 1200,
+    "top1_agreement": 0.9225,
+    "kl": 0.0371,
+    "perplexity": 4.25,
+    "reference_perplexity": 4.125,
+    "tokens_per_round": 1.68,
+    "reference_tokens_per_round": 1.74,
+}
+QUANTIZATION = {"source": "calibrated", "base": "fp16", "tokens": 900, "linears": 210, "kept": ["lm_head"]}
+
+
 def fields(root: Path) -> dict[str, Any]:
     """A manifest without artifacts and tokenizer."""
     sizes = {"hidden_size": 16, "heads": 2, "kv_heads": 2, "head_dim": 8}
     return {
-        "schema_version": 1,
+        "schema_version": 2,
         "name": "tiny",
         "created": "2026-01-01T00:00:00+00:00",
         "tool_version": "0.1.0",
@@ -112,5 +174,7 @@ def fields(root: Path) -> dict[str, Any]:
         },
         "tree": {"kind": "dynamic", "depth": 2, "top_k": 2, "nodes": 4, "parents": None},
         "stop_token_ids": [2, 63],
+        "quantization": None,
+        "accuracy": None,
         "build": {"seconds": 1.5, "peak_memory_bytes": 10**6, "versions": {"torch": "2.13.0"}},
     }

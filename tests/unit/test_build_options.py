@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import importlib.metadata
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from eagle_export import weights
-from eagle_export.build import _bytes_needed, library_versions, make_plan
-from eagle_export.options import BuildOptions, cache_rows_for, choose_limits, choose_tree
+from eagle_export.build import library_versions
+from eagle_export.options import (
+    PROFILES,
+    BuildOptions,
+    EngineOptions,
+    cache_rows_for,
+    choose_limits,
+    choose_tree,
+)
+from eagle_export.plan import make_plan
 from eagle_export.progress import Report, peak_memory_bytes
 from eagle_export.recipe import BuildLimits
 from eagle_run.bundle import TreeDefaults
@@ -113,17 +120,23 @@ def test_versions_skip_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) ->
     assert found["onnxruntime-gpu"] == "1.0"
 
 
-def test_space_is_counted_from_all_weight_files(tmp_path: Path) -> None:
-    target, head = tmp_path / "target", tmp_path / "head"
-    target.mkdir()
-    head.mkdir()
-    save_file({"w": torch.zeros(1000, 1000, dtype=torch.float16)}, target / "model.safetensors")
-    (target / "pytorch_model.bin").write_bytes(bytes(9_000_000))  # the same weights: not read, not counted
-    (head / "pytorch_model.bin").write_bytes(bytes(1_000_000))
-    spare = _bytes_needed(tmp_path, None, "fp32")  # of no weights
-    assert _bytes_needed(target, None, "fp32") - spare == 5_200_000
-    assert _bytes_needed(target, None, "fp16") - spare == 2_600_000
-    assert _bytes_needed(target, head, "fp16") - spare == 3_900_000
+def test_an_engine_takes_no_option_of_another_backend() -> None:
+    rtx = EngineOptions(backend="tensorrt-rtx")
+    rtx.check("fp16")
+    EngineOptions().check("fp8")
+    for given in ({"version_compatible": True}, {"timing_cache": Path("t")}):
+        with pytest.raises(UsageError, match="for TensorRT;"):
+            replace(rtx, **given).check("fp16")  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="is for engines"):
+            EngineOptions(**given).check("fp16")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="backend should be"):
+        EngineOptions(backend="coreml").check("fp16")
+
+
+def test_options_and_engines_mean_the_same_profiles() -> None:
+    from eagle_export.engines.profiles import PROFILE_NAMES
+
+    assert PROFILES == PROFILE_NAMES
 
 
 def test_a_report_tells_each_step_once_it_is_done(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import os
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from bundlemaker import DRAFT_VOCAB, LAYERS, entry, write_bundle
+from bundlemaker import DRAFT_VOCAB, LAYERS, add_engines, entry, write_bundle
 from safetensors.torch import save_file
 
 from eagle_run import bundle as bundles
@@ -88,10 +87,30 @@ def test_a_schema_version_must_be_a_positive_whole_number(tmp_path: Path, versio
 
 
 def test_a_newer_schema_asks_for_an_upgrade(tmp_path: Path) -> None:
-    root = write_bundle(tmp_path / "b", lambda data: data.update(schema_version=2, novelty=[]))
-    with pytest.raises(EagleError, match=r"schema version 2, but this eagle-run reads up to 1") as caught:
+    root = write_bundle(tmp_path / "b", lambda data: data.update(schema_version=3, novelty=[]))
+    with pytest.raises(EagleError, match=r"schema version 3, but this eagle-run reads up to 2") as caught:
         load_bundle(root)
     assert "upgrade" in caught.value.hint
+
+
+def test_the_first_schema_is_still_read(tmp_path: Path) -> None:
+    """It had one nullable compute_capability an artifact, and no engine, quantization or accuracy."""
+
+    def older(data: dict[str, Any]) -> None:
+        data["schema_version"] = 1
+        del data["quantization"], data["accuracy"]
+        for artifact in data["artifacts"]:
+            del artifact["engine"], artifact["compute_capabilities"]
+            artifact["compute_capability"] = None
+
+    old = load_bundle(write_bundle(tmp_path / "old", older))
+    assert old.manifest == load_bundle(write_bundle(tmp_path / "new")).manifest
+    for path, artifacts in (("string", "x"), ("list", ["x"]), ("none", None)):
+        broken = write_bundle(
+            tmp_path / path, lambda data, a=artifacts: data.update(schema_version=1, artifacts=a)
+        )
+        with pytest.raises(EagleError, match="artifacts"):
+            load_bundle(broken)
 
 
 def test_a_manifest_that_is_no_object(tmp_path: Path) -> None:
@@ -231,21 +250,28 @@ def test_a_broken_vocabulary_map(tmp_path: Path, table: torch.Tensor | None, mes
 
 
 def test_artifacts_are_chosen_by_backend_and_gpu(tmp_path: Path) -> None:
-    def edit(data: dict[str, Any]) -> None:
-        for capability in ("8.9", "9.0"):
-            engine = copy.deepcopy(data["artifacts"][0])
-            engine.update(backend="tensorrt", compute_capability=capability, opset=None)
-            data["artifacts"].append(engine)
-
-    bundle = load_bundle(write_bundle(tmp_path / "b", edit))
-    assert bundle.artifact("target", "tensorrt", "9.0").compute_capability == "9.0"
+    root = tmp_path / "b"
+    bundle = load_bundle(
+        write_bundle(root, lambda data: add_engines(data, root, ("8.0",), ("8.9", "12.0"), ("9.0",)))
+    )
+    assert bundle.artifact("target", "tensorrt", "9.0").compute_capabilities == ("9.0",)
+    for capability in ("8.9", "12.0"):  # one engine for both
+        assert bundle.artifact("target", "tensorrt", capability).compute_capabilities == ("8.9", "12.0")
     assert bundle.artifact("target", "onnx", "9.0").backend == "onnx"
-    with pytest.raises(
-        EagleError, match=r"for compute capability 12\.0; the bundle has onnx, tensorrt for 8\.9"
-    ):
-        bundle.artifact("target", "tensorrt", "12.0")
+    assert bundle.artifact("target").backend == "onnx"
+    there = r"the bundle has onnx, tensorrt for 8\.0, tensorrt for 8\.9 and 12\.0, tensorrt for 9\.0"
+    for capability in ("12.1", "2.0", None):
+        with pytest.raises(EagleError, match=there):
+            bundle.artifact("target", "tensorrt", capability)
     with pytest.raises(EagleError, match="no draft graph for tensorrt-rtx; the bundle has onnx"):
         bundle.artifact("draft", "tensorrt-rtx")
+    assert bundle.file(bundle.artifact("target", "tensorrt", "8.0")).read_bytes() == b"engine for sm80"
+
+
+def test_an_engine_for_any_gpu_fits_all(tmp_path: Path) -> None:
+    root = tmp_path / "b"
+    bundle = load_bundle(write_bundle(root, lambda data: add_engines(data, root, ())))
+    assert bundle.artifact("target", "tensorrt", "9.0") == bundle.artifact("target", "tensorrt")
 
 
 # --- around it ------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bundlemaker import write_bundle
+from bundlemaker import ACCURACY, QUANTIZATION, add_engines, engine, write_bundle
 from rich.console import Console
 
 from eagle_export.describe import describe, render, size
@@ -75,6 +75,77 @@ def test_bundles_without_a_head_and_with_a_static_tree(tmp_path: Path) -> None:
 
     text = shown(load_bundle(write_bundle(tmp_path / "static", static)))
     assert "parents -1 0 0" in text
+
+
+def _engines(root: Path, **changes: Any) -> Bundle:
+    return load_bundle(write_bundle(root, lambda data: add_engines(data, root, ("8.9", "12.0"), **changes)))
+
+
+def test_engines_show_what_the_compiler_made_of_them(tmp_path: Path) -> None:
+    text = shown(_engines(tmp_path / "b"))
+    row = next(line for line in text.splitlines() if "engines/target" in line)
+    for part in ("tensorrt", "fp8", "tensorrt 11.4.0", "8.9 12.0", "21 bytes"):
+        assert part in row, part
+    onnx = next(line for line in text.splitlines() if "onnx/target.onnx" in line)
+    assert " any " in onnx
+    head = "target (tensorrt for 8.9 12.0): 2 attention layers, 4 cache updates"
+    assert f"{head}, compiled in 12 s with 1.4 GB" in text
+    verify = next(line for line in text.splitlines() if " verify " in line)
+    for part in ("1..2 (1)", "1..64 (16)", "402", "2 _gemm_mha_v2", "8 fp8, 1 fp16", "10 MB"):
+        assert part in verify, part
+    plain = next(line for line in text.splitlines() if " plain " in line)
+    assert "not told" in plain
+    assert " 1 " in plain
+    assert "compatib" not in text
+
+
+def test_artifacts_with_the_same_tensors_share_a_table(tmp_path: Path) -> None:
+    text = shown(_engines(tmp_path / "b"))
+    assert "target (onnx, tensorrt)" in text
+    assert text.count("past_key.{0..1}") == 1
+
+    def edit(data: dict[str, Any]) -> None:
+        add_engines(data, root, ("8.9",))
+        last = data["artifacts"][-1]
+        last["outputs"] = [{**tensor, "dtype": "float16"} for tensor in last["outputs"]]
+
+    root = tmp_path / "other"
+    text = shown(load_bundle(write_bundle(root, edit)))
+    assert "target (onnx)" in text
+    assert "target (tensorrt)" in text
+    assert text.count("past_key.{0..1}") == 2
+
+
+def test_what_an_engine_may_also_run_on_is_told(tmp_path: Path) -> None:
+    info = {**engine(), "hardware_compatibility": "ampere_plus", "version_compatible": True}
+    text = shown(_engines(tmp_path / "b", engine=info))
+    assert ", hardware compatibility ampere_plus, version compatible" in text
+
+
+def test_quantisation_and_accuracy_are_in_the_summary(tmp_path: Path) -> None:
+    def edit(data: dict[str, Any]) -> None:
+        data.update(accuracy=ACCURACY, quantization=QUANTIZATION)
+
+    text = shown(load_bundle(write_bundle(tmp_path / "b", edit)))
+    for part in (
+        "210 linear layers in FP8, scales calibrated on 900 tokens; kept in fp16: lm_head",
+        "92.2% of the most likely tokens are float32's, KL 0.037 nats",
+        "perplexity 4.25 (float32: 4.12)",
+        "1.68 tokens per round (float32: 1.74)",
+        "over 1200 tokens of 24 prompts and answers, in ONNX Runtime",
+    ):
+        assert part in text, part
+
+    def plain(data: dict[str, Any]) -> None:
+        data["accuracy"] = {**ACCURACY, "tokens_per_round": None, "reference_tokens_per_round": None}
+        data["accuracy"]["backend"] = "eager"
+        data["quantization"] = {**QUANTIZATION, "source": "modelopt", "tokens": 0, "kept": []}
+
+    text = shown(load_bundle(write_bundle(tmp_path / "plain", plain)))
+    assert "tokens per round" not in text
+    assert "in PyTorch" in text
+    assert "scales as the modelopt checkpoint has them; kept in fp16: none" in text
+    assert "quantised" not in shown(load_bundle(write_bundle(tmp_path / "none")))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from collections import namedtuple
+from enum import Enum
 from pathlib import Path
 from types import ModuleType
 
@@ -18,6 +19,8 @@ from rich.console import Console
 
 from eagle_export import doctor, weights
 from eagle_export.doctor import Check, Gpu, diagnose
+from eagle_export.engines import architectures
+from eagle_export.engines.library import Library
 from eagle_run.errors import EagleError
 
 GPU = Gpu("NVIDIA H200", "580.1", "143771 MiB", "9.0")
@@ -38,7 +41,7 @@ def test_this_machine_can_run_the_tests() -> None:
     for name in ("python", "torch", "transformers", "onnx", "onnxruntime", "onnxscript", "onnxruntime (CPU)"):
         assert found[name].status == "ok", found[name]
     assert found["torch"].detail == importlib.metadata.version("torch")
-    assert {check.group for check in found.values()} == {"library", "machine", "demo", "backend"}
+    assert {check.group for check in found.values()} == {"library", "machine", "demo", "backend", "compile"}
     for check in found.values():
         assert check.status == "ok" or check.hint or check.group == "backend"
 
@@ -121,6 +124,32 @@ def test_backends_follow_from_providers_and_gpus(monkeypatch: pytest.MonkeyPatch
     missing = doctor._backend("future", "eagle_run.backends.future", [])
     assert missing.status == "missing"
     assert "does not have it yet" in missing.detail
+
+
+def test_what_each_compiler_can_do_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("tensorrt")
+    library = Library(module, "tensorrt", "11.4")
+    monkeypatch.setattr(doctor, "find_library", lambda backend: library)
+    monkeypatch.setattr(architectures, "local_capability", lambda: None)
+    assert "no NVIDIA GPU" in doctor._compile("tensorrt").detail
+    monkeypatch.setattr(architectures, "local_capability", lambda: "8.6")
+    assert doctor._compile("tensorrt") == Check(
+        "compile", "engines of tensorrt", "ok", "fp16 for sm86; bf16 for sm86 (on this GPU only)"
+    )
+    module.ComputeCapability = Enum("ComputeCapability", "NONE CURRENT SM75 SM89 SM120")  # type: ignore[attr-defined]
+    library = Library(module, "tensorrt-rtx", "1.7")
+    assert doctor._compile("tensorrt-rtx").detail == (
+        "fp16 for sm75, sm89, sm120; bf16 for sm89, sm120; fp8 for sm89, sm120 (without a GPU)"
+    )
+
+
+def test_a_compiler_that_is_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(backend: str) -> Library:
+        raise EagleError("not installed", hint="pip install it")
+
+    monkeypatch.setattr(doctor, "find_library", fail)
+    check = doctor._compile("tensorrt-rtx")
+    assert (check.status, check.detail, check.hint) == ("missing", "not installed", "pip install it")
 
 
 def test_little_room_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from bundlemaker import write_bundle
+from bundlemaker import ACCURACY, QUANTIZATION, add_engines, engine, write_bundle
 
-from eagle_run import manifest
-from eagle_run.bundle import TreeDefaults, graph_tensor_names, load_bundle
+from eagle_run import bundle, manifest, records
+from eagle_run.bundle import AxisRange, TreeDefaults, graph_tensor_names, load_bundle
 from eagle_run.errors import EagleError
 
 
@@ -121,7 +121,7 @@ def test_the_rows_of_the_tree_count_as_well(tmp_path: Path) -> None:
 def test_every_dtype_of_a_manifest_is_one_that_the_runtime_binds() -> None:
     from eagle_run.backends.checks import DTYPES
 
-    assert set(get_args(get_type_hints(manifest.TensorInfo)["dtype"])) == set(DTYPES)
+    assert set(get_args(get_type_hints(records.TensorInfo)["dtype"])) == set(DTYPES)
 
 
 def test_a_draft_without_a_head_is_refused(tmp_path: Path) -> None:
@@ -134,6 +134,115 @@ def test_the_head_of_another_target_is_refused(tmp_path: Path) -> None:
     root = write_bundle(tmp_path / "b", set_at("head.target_sha256", "c" * 64))
     with pytest.raises(EagleError, match="another target: expected sha256 cccccccccccc…, found aaaa"):
         load_bundle(root)
+
+
+# --- engines --------------------------------------------------------------------------------------------
+
+
+def engine_bundle(root: Path, **changes: Any) -> Path:
+    return write_bundle(root, lambda data: add_engines(data, root, ("8.9", "12.0"), **changes))
+
+
+def test_engines_accuracy_and_quantization_are_read(tmp_path: Path) -> None:
+    def edit(data: dict[str, Any]) -> None:
+        add_engines(data, root, ("8.9",))
+        data.update(accuracy=ACCURACY, quantization=QUANTIZATION)
+
+    root = tmp_path / "b"
+    read = load_bundle(write_bundle(root, edit)).manifest
+    info = read.artifacts[-1].engine
+    assert info is not None
+    assert [profile.name for profile in info.profiles] == ["verify", "plain"]
+    assert info.profiles[0].axes["T"] == AxisRange(min=1, opt=16, max=64)
+    assert info.profiles[0].layers is not None
+    assert info.profiles[0].layers.gemms == {"fp8": 8, "fp16": 1}
+    assert info.profiles[1].layers is None
+    assert read.accuracy is not None
+    assert read.accuracy.model_dump() == ACCURACY
+    assert read.quantization is not None
+    assert read.quantization.kept == ("lm_head",)
+    assert manifest.Manifest.model_validate_json(read.model_dump_json()) == read
+
+
+def test_engines_are_of_compilers_and_of_them_alone(tmp_path: Path) -> None:
+    with pytest.raises(EagleError, match="target graph for tensorrt: engine is null for onnx, and only"):
+        load_bundle(engine_bundle(tmp_path / "none", engine=None))
+    root = write_bundle(tmp_path / "onnx", set_at("artifacts.0.engine", engine()))
+    with pytest.raises(EagleError, match="target graph for onnx: engine is null for onnx, and only"):
+        load_bundle(root)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "message"),
+    [
+        (["8.9", "8.9"], "must ascend"),
+        (["12.0", "8.9"], "must ascend"),  # by number, not by text
+        (["sm89"], "match pattern"),
+        (["8.9a"], "match pattern"),
+        (["89"], "match pattern"),
+        (8.9, "valid"),
+    ],
+)
+def test_gpus_are_named_by_their_compute_capability(
+    tmp_path: Path, capabilities: object, message: str
+) -> None:
+    with pytest.raises(EagleError, match=message):
+        load_bundle(engine_bundle(tmp_path / "b", compute_capabilities=capabilities))
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 3), (1, 4, 3), (4, 4, 3), (0, 1, 2), (1, 1, 1.5)])
+def test_the_sizes_of_an_axis_ascend(sizes: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match=r"must ascend|greater than or equal to 1|valid integer"):
+        AxisRange(min=sizes[0], opt=sizes[1], max=sizes[2])
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("profiles", [], "at least 1"),
+        ("profiles.1.name", "verify", "two profiles have one name"),
+        ("profiles.1.axes", {}, "profile 'plain' must give exactly .* B, T; it differs in B, T"),
+        (
+            "profiles.0.axes.KV",
+            {"min": 1, "opt": 1, "max": 1},
+            "profile 'verify' must give exactly .* B, T; it differs in KV",
+        ),
+        ("profiles.0.axes.T.max", 15, "sizes must ascend, found 1, 16, 15"),
+        ("profiles.0.axes.X", {"min": 1, "opt": 1, "max": 1}, "'B', 'T', 'R' or 'KV'"),
+        ("profiles.0.layers.gemms.fp8", 0, "greater than or equal to 1"),
+        ("seconds", -1, "greater than or equal to 0"),
+        ("kernels", 3, "unknown key 'artifacts.3.engine.kernels'"),
+    ],
+)
+def test_what_an_engine_cannot_be_is_refused(tmp_path: Path, path: str, value: Any, message: str) -> None:
+    def edit(data: dict[str, Any]) -> None:
+        add_engines(data, root, ("8.9",))
+        set_at(f"artifacts.3.engine.{path}", value)(data)
+
+    root = tmp_path / "b"
+    write_bundle(root, edit)
+    with pytest.raises(EagleError, match=message):
+        load_bundle(root)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("accuracy.top1_agreement", 1.01, "less than or equal to 1"),
+        ("accuracy.tokens", 0, "greater than or equal to 1"),
+        ("accuracy.kl", -0.1, "greater than or equal to 0"),
+        ("accuracy.perplexity", 0.9, "greater than or equal to 1"),
+        ("quantization.source", "guessed", "'calibrated', 'modelopt' or 'compressed-tensors'"),
+        ("quantization.base", "fp8", "'fp16', 'bf16' or 'fp32'"),
+    ],
+)
+def test_impossible_measurements_are_refused(tmp_path: Path, path: str, value: Any, message: str) -> None:
+    def edit(data: dict[str, Any]) -> None:
+        data.update(accuracy=dict(ACCURACY), quantization=dict(QUANTIZATION))
+        set_at(path, value)(data)
+
+    with pytest.raises(EagleError, match=message):
+        load_bundle(write_bundle(tmp_path / "b", edit))
 
 
 TREE = {"kind": "dynamic", "depth": 2, "top_k": 2, "nodes": 4}
@@ -182,10 +291,11 @@ def test_the_format_page_lists_exactly_the_fields_of_the_schema() -> None:
         name: re.findall(r"^\| `(\w+)` \|", body, flags=re.MULTILINE)
         for name, body in re.findall(r"^#+ `(\w+)`\n(.*?)(?=^#|\Z)", text, flags=re.MULTILINE | re.DOTALL)
     }
-    records = {
+    known = {
         name: list(record.model_fields)
-        for name, record in vars(manifest).items()
-        if isinstance(record, type) and issubclass(record, manifest.Record) and record is not manifest.Record
+        for name, record in (vars(records) | vars(manifest)).items()
+        if isinstance(record, type) and issubclass(record, records.Record) and record is not records.Record
     }
-    assert tables == records
+    assert tables == known
+    assert set(known) <= set(bundle.__all__)
     assert f"schema version {manifest.SCHEMA_VERSION}" in text

@@ -49,7 +49,7 @@ def test_what_is_written_loads(tmp_path: Path, model: Path) -> None:
     assert names(out.parent) == ["b"]
     assert load_bundle(out) == bundle
     manifest = bundle.manifest
-    assert (manifest.schema_version, manifest.name) == (1, "b")
+    assert (manifest.schema_version, manifest.name) == (2, "b")
     assert manifest.tool_version == version("eagle-export")
     assert manifest.created.endswith("+00:00")
     assert [artifact.graph for artifact in manifest.artifacts] == ["target", "fuse", "draft"]

@@ -1,0 +1,190 @@
+"""Compiles one ONNX graph: starts the compiler's process, relays its progress, explains its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from eagle_export.engines.request import CompiledEngine, EngineRequest, EngineSettings
+from eagle_run.errors import EagleError
+from eagle_run.records import EngineInfo, EngineProfile, LayerSummary
+
+__all__ = ["CompiledEngine", "EngineRequest", "EngineSettings", "compile_engine"]
+
+OnProgress = Callable[[float, str], None]  # share done (0 to 1), what is going on
+_MEMORY_PER_WEIGHT_BYTE = 3.2  # resident memory of a build, from builds of 0.1 to 1.5 billion parameters
+_WORKER = (sys.executable, "-m", "eagle_export.engines.worker")
+
+
+def compile_engine(
+    request: EngineRequest, on_progress: OnProgress | None = None, *, command: tuple[str, ...] = _WORKER
+) -> CompiledEngine:
+    """Compiles `request.onnx` into `request.out`, which is replaced only when the engine is whole.
+
+    on_progress is called a few times a second, from this thread. An error or Ctrl-C ends the compiler's
+    process and leaves nothing behind. `command` starts that process.
+
+    Raises UsageError for settings that the backend does not have, and EagleError when the place or the timing
+    cache cannot be written, the graph cannot be read or lost something when it was read (see
+    `network.check_network`), the compiler gives up or crashes, or memory or disk do not suffice.
+    """
+    request.settings.check(request.backend)
+    if not request.onnx.is_file():
+        raise EagleError(f"{request.onnx} does not exist", hint="export it first")
+    _check_writable(request)
+    with _unfinished(request.out) as place:
+        result = _run(EngineRequest(**{**vars(request), "out": place}), on_progress, command)
+        place.replace(request.out)
+    summaries = [
+        None if found is None else LayerSummary.model_validate(found) for found in result["summaries"]
+    ]
+    profiles = zip(request.profiles, summaries, strict=True)
+    settings, kinds = request.settings, result["kinds"]
+    info = EngineInfo(
+        profiles=tuple(
+            EngineProfile(name=profile.name, axes=profile.axes, layers=layers) for profile, layers in profiles
+        ),
+        hardware_compatibility=settings.hardware_compatibility,
+        version_compatible=settings.version_compatible,
+        attention_layers=kinds.get("ATTENTION_INPUT", 0),
+        cache_updates=kinds.get("KV_CACHE_UPDATE", 0),
+        seconds=result["seconds"],
+        peak_memory_bytes=result["peak_memory_bytes"],
+    )
+    return CompiledEngine(
+        path=request.out,
+        file_bytes=result["file_bytes"],
+        info=info,
+        library_version=result["library_version"],
+        capabilities=settings.capabilities,
+        warnings=tuple(result["warnings"]),
+    )
+
+
+def weight_bytes(onnx: Path) -> int:
+    """Bytes of a graph's weights: of its file and of the data beside it."""
+    data = onnx.with_name(onnx.name + ".data")
+    return sum(path.stat().st_size for path in (onnx, data) if path.is_file())
+
+
+def _run(request: EngineRequest, on_progress: OnProgress | None, command: tuple[str, ...]) -> dict[str, Any]:
+    """The result of the compiler's process. Whatever happens here, no process stays behind."""
+    with tempfile.TemporaryFile("w+") as stderr:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
+        )
+        try:
+            last, log = _talk(process, request, on_progress)
+            code = process.wait()
+        finally:
+            process.kill()  # does nothing to one that has ended
+            process.wait()
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    stream.close()
+        if "result" in last:
+            return last["result"]
+        raise _explain(request, last.get("error"), code, log, _tail(stderr))
+
+
+def _talk(
+    process: subprocess.Popen[str], request: EngineRequest, on_progress: OnProgress | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Hands the request over and reads to the end: (the last message, lines of the library's log)."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(json.dumps(request.to_json()))
+        process.stdin.close()
+    except BrokenPipeError:  # it ended at once; its exit code says why
+        process.stdin = None
+    last: dict[str, Any] = {}
+    log: list[str] = []
+    for line in process.stdout:
+        message = json.loads(line)
+        if "progress" in message:
+            if on_progress is not None:
+                on_progress(*message["progress"])
+        elif "log" in message:
+            log.append(message["log"])
+        else:
+            last = message
+    return last, log
+
+
+def _explain(
+    request: EngineRequest, error: dict[str, Any] | None, code: int, log: list[str], stderr: str
+) -> EagleError:
+    """Why there is no result."""
+    kind = (error or {}).get("kind")
+    if error is not None and kind is None:
+        return EagleError(error["message"], hint=error["hint"])
+    said = f"; its last words: {log[-1]}" if log else ""
+    if kind == "disk":
+        return EagleError(
+            f"{request.out.parent}: no space is left to write the engine",
+            hint="free some disk space; an engine is a little larger than its graph's weights",
+        )
+    if kind == "memory" or code == -getattr(signal, "SIGKILL", 9):
+        needed = weight_bytes(request.onnx) * _MEMORY_PER_WEIGHT_BYTE + 5e8
+        return EagleError(
+            f"the compiler was ended while it compiled the {request.graph} graph, most likely because memory "
+            f"ran out: about {needed / 1e9:.1f} GB are needed{said}",
+            hint="close other programs, add swap, or compile on a machine with more memory "
+            "(tensorrt-rtx needs no GPU)",
+        )
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        return EagleError(
+            f"{request.backend} crashed ({name}) while it compiled the {request.graph} graph{said}",
+            hint="this is a fault of the library; another version or other --profiles may do. "
+            f"Please report it with this: {stderr or 'nothing on stderr'}",
+        )
+    return EagleError(
+        f"the compiler of the {request.graph} graph ended with exit code {code} and no engine{said}",
+        hint=stderr or "it printed nothing; please report it",
+    )
+
+
+def _tail(stderr: IO[str]) -> str:
+    """The last lines that the compiler printed."""
+    stderr.seek(0, os.SEEK_END)
+    stderr.seek(max(0, stderr.tell() - 2000))
+    return "\n".join(stderr.read().splitlines()[-8:])
+
+
+def _check_writable(request: EngineRequest) -> None:
+    """Before minutes of compiling: can the engine and the timing cache be written where they should go?"""
+    cache = request.settings.timing_cache
+    for path, flag in ((request.out, "--out"), (cache, "--timing-cache")):
+        if path is None:
+            continue
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+            if path.exists():
+                path.open("ab").close()
+        except OSError as error:
+            raise EagleError(
+                f"{path} cannot be written: {error.strerror or error}",
+                hint=f"make the folder writable for this user, or choose another place with {flag}",
+            ) from error
+
+
+@contextmanager
+def _unfinished(out: Path) -> Iterator[Path]:
+    """A place beside `out` to write to, empty again afterwards."""
+    place = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        yield place
+    finally:
+        place.unlink(missing_ok=True)

@@ -1,0 +1,208 @@
+"""What a build or a compilation will take, said before it starts: disk, memory, and roughly time.
+
+Sizes follow from the weights' headers and are close (tests hold them against real builds). Memory and seconds
+are lines through what was measured on two CPU cores (docs/log.md, benchmarks/results/compile.json): right
+within a third for memory, a guess for time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle_export.describe import size
+from eagle_export.weigh import GraphWeights, weigh_bundle, weigh_checkpoints
+from eagle_run.errors import EagleError
+
+__all__ = [
+    "Estimate",
+    "GraphEstimate",
+    "GraphWeights",
+    "Memory",
+    "estimate",
+    "memory_here",
+    "weigh_bundle",
+    "weigh_checkpoints",
+]
+
+# Bytes. A graph's own nodes, and an engine's kernels, by layer of the model; the rest by graph or process.
+_GRAPH = (20_000, 7_000)
+_ENGINE = {"16": (1_500_000, 250_000), "fp8": (1_500_000, 800_000)}
+_OTHER_FILES = 8_000_000  # tokenizer, manifest, vocabulary map
+_EXPORT_MEMORY = (550_000_000, 1.5)  # of all weights in the precision of the graphs
+_CALIBRATE_MEMORY = (700_000_000, 1.5)  # of all weights in fp32
+_COMPILE_MEMORY = (600_000_000, 3.1)  # of the largest graph's weights
+# Seconds: once, by layer, by GB.
+_EXPORT_SECONDS = (6.0, 0.2, 8.0)
+_COMPILE_SECONDS = (4.0, 0.25, 1.0)  # by profile and architecture
+_CALIBRATE_SECONDS = (5.0, 0.3, 20.0)
+
+
+@dataclass(frozen=True)
+class GraphEstimate:
+    """Bytes of one graph's ONNX files and of its engine (0: none is made)."""
+
+    name: str
+    onnx_bytes: int
+    engine_bytes: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of main memory (swap counted) of this machine, or of what its container grants."""
+
+    available: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What it will take. Memory is the most resident at a time, of one process; 0 for what is not done."""
+
+    graphs: tuple[GraphEstimate, ...]
+    disk_bytes: int
+    export_memory_bytes: int
+    compile_memory_bytes: int
+    export_seconds: float
+    compile_seconds: float
+
+    @property
+    def memory_bytes(self) -> int:
+        return max(self.export_memory_bytes, self.compile_memory_bytes)
+
+    def check(self, memory: Memory, disk_free: int, place: Path) -> tuple[str, ...]:
+        """Warnings, one sentence each.
+
+        Raises EagleError when the disk that holds `place` is too small, or when more than twice all memory is
+        needed: no error of the estimate could make that fit. What is merely larger than the available memory
+        may still work, by swapping or because another program ends, so that is a warning.
+        """
+        if disk_free < self.disk_bytes:
+            raise EagleError(
+                f"{place}: about {size(self.disk_bytes)} are needed, {size(disk_free)} are free",
+                hint="free some disk space, or choose another place with --out",
+            )
+        needed = f"about {size(self.memory_bytes)} of memory are needed"
+        if self.memory_bytes > 2 * memory.total:
+            raise EagleError(
+                f"{needed}, there are {size(memory.total)} in all",
+                hint="use a machine with more memory; a bundle can be built on one, with --backend "
+                "onnxruntime, and compiled on another with `eagle-export compile`",
+            )
+        if self.memory_bytes > memory.available:
+            available = size(memory.available)
+            return (f"{needed}, {available} are available: this may be slow, or the system may end it",)
+        return ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "graphs": {
+                g.name: {"onnx_bytes": g.onnx_bytes, "engine_bytes": g.engine_bytes} for g in self.graphs
+            },
+            "disk_bytes": self.disk_bytes,
+            "export_memory_bytes": self.export_memory_bytes,
+            "compile_memory_bytes": self.compile_memory_bytes,
+            "export_seconds": round(self.export_seconds),
+            "compile_seconds": round(self.compile_seconds),
+        }
+
+    def render(self) -> Any:
+        """A rich table: a row for each graph and each step, and the whole."""
+        from rich.table import Table
+
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for column in ("", "disk", "memory", "time on two cores"):
+            table.add_column(column, justify="left" if not column else "right")
+        for graph in self.graphs:
+            if graph.onnx_bytes:
+                table.add_row(f"{graph.name} graph", size(graph.onnx_bytes), "", "")
+            if graph.engine_bytes:
+                table.add_row(f"{graph.name} engine", size(graph.engine_bytes), "", "")
+        if self.export_memory_bytes:
+            table.add_row("export", "", size(self.export_memory_bytes), _time(self.export_seconds))
+        if self.compile_memory_bytes:
+            table.add_row("compile", "", size(self.compile_memory_bytes), _time(self.compile_seconds))
+        total = _time(self.export_seconds + self.compile_seconds)
+        table.add_row("about", size(self.disk_bytes), size(self.memory_bytes), total, style="bold")
+        return table
+
+
+def estimate(
+    graphs: Iterable[GraphWeights],
+    precision: str,
+    *,
+    exports: bool = True,
+    calibrates: bool = False,
+    profiles: Mapping[str, int] | None = None,
+    architectures: int = 1,
+) -> Estimate:
+    """What it takes to export these graphs, and to compile those in `profiles`.
+
+    exports: whether the graphs are still to be made (False for `eagle-export compile`). calibrates: whether
+    FP8 scales must be found first. profiles: optimization profiles of each graph's engine, by graph; None for
+    no engines. architectures: GPUs that each engine is for; they cost time, hardly any space.
+    """
+    graphs = tuple(graphs)
+    profiles = profiles or {}
+    compiled = [graph for graph in graphs if graph.name in profiles]
+    rows = tuple(
+        GraphEstimate(
+            graph.name,
+            onnx_bytes=graph.bytes + _line(_GRAPH, graph.layers) if exports else 0,
+            engine_bytes=_engine_bytes(graph, precision, profiles[graph.name]) if graph in compiled else 0,
+        )
+        for graph in graphs
+    )
+    whole, layers = sum(graph.bytes for graph in graphs), sum(graph.layers for graph in graphs)
+    fp32 = sum(graph.fp32_bytes for graph in graphs)
+    memory, seconds = 0, 0.0
+    if exports:
+        memory = _line(_EXPORT_MEMORY, whole)
+        seconds = _seconds(_EXPORT_SECONDS, layers, whole)
+    if calibrates:
+        memory = max(memory, _line(_CALIBRATE_MEMORY, fp32))
+        seconds += _seconds(_CALIBRATE_SECONDS, layers, fp32)
+    return Estimate(
+        graphs=rows,
+        disk_bytes=sum(row.onnx_bytes + row.engine_bytes for row in rows) + _OTHER_FILES,
+        export_memory_bytes=memory,
+        compile_memory_bytes=max((_line(_COMPILE_MEMORY, graph.bytes) for graph in compiled), default=0),
+        export_seconds=seconds,
+        compile_seconds=sum(
+            _seconds(_COMPILE_SECONDS, graph.layers, graph.bytes) * profiles[graph.name] * architectures
+            for graph in compiled
+        ),
+    )
+
+
+def memory_here() -> Memory:
+    """Of this machine, with swap; of the container, where one sets a limit (control groups, version 2)."""
+    import psutil
+
+    main, swap = psutil.virtual_memory(), psutil.swap_memory()
+    found = Memory(main.available + swap.free, main.total + swap.total)
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+    except (OSError, ValueError):  # another system, or "max": no limit
+        return found
+    return Memory(min(found.available, limit), min(found.total, limit))
+
+
+def _engine_bytes(graph: GraphWeights, precision: str, profiles: int) -> int:
+    line = _ENGINE["fp8" if precision == "fp8" else "16"]
+    return graph.bytes + profiles * _line(line, graph.layers)
+
+
+def _line(line: tuple[float, float], x: float) -> int:
+    return int(line[0] + line[1] * x)
+
+
+def _seconds(line: tuple[float, float, float], layers: int, stored: int) -> float:
+    return line[0] + line[1] * layers + line[2] * stored / 1e9
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,127 @@
+"""What a build will do: target and head found, options joined with the recipe, all of it checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle_export import recipe as recipes
+from eagle_export.options import (
+    BuildOptions,
+    EngineOptions,
+    Fp8Options,
+    cache_rows_for,
+    choose_limits,
+    choose_tree,
+)
+from eagle_export.writer import check_place, free_space
+from eagle_run.bundle import Limits, TreeDefaults
+
+if TYPE_CHECKING:
+    from eagle_export.estimate import Estimate
+    from eagle_export.heads import LoadedHead
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is decided, and checked, before the first weight is read."""
+
+    target: recipes.ResolvedTarget
+    head: recipes.ResolvedHead | None
+    loaded: LoadedHead | None
+    config: Any  # the target's Transformers config
+    limits: Limits
+    tree: TreeDefaults | None
+    precision: str
+    dtype: str  # of all that is not a quantised product
+    engine: EngineOptions
+    fp8: Fp8Options
+    out: Path
+
+
+def make_plan(options: BuildOptions) -> Plan:
+    """Finds target and head and checks that they fit each other and the graphs. Traces nothing.
+
+    What contradicts itself is refused before any weights are fetched or dequantised.
+    """
+    from eagle_export.reference import load_config, load_fitting_head
+
+    named, _ = recipes.find_target(options.target)
+    out = options.out or _default_place(options, named)
+    check_place(out, force=options.force)
+    _sizes(options, named)
+    target = recipes.resolve_target(options.target)
+    head = None if options.head == "none" else recipes.resolve_head(options.head, target)
+    limits, tree = _sizes(options, target.recipe)
+    config = load_config(target, limits.max_seq_len)
+    loaded = None
+    if head is not None:
+        loaded = load_fitting_head(head, config, layer_ids=options.head_layer_ids)
+    rows = cache_rows_for(limits, tree)
+    return Plan(
+        target=target,
+        head=head,
+        loaded=loaded,
+        config=config,
+        limits=Limits(**limits.model_dump(), cache_rows=rows, draft_cache_rows=0 if loaded is None else rows),
+        tree=tree,
+        precision=options.precision,
+        dtype=options.dtype,
+        engine=options.engine,
+        fp8=options.fp8,
+        out=out,
+    )
+
+
+def _sizes(options: BuildOptions, recipe: recipes.Recipe) -> tuple[recipes.BuildLimits, TreeDefaults | None]:
+    """Limits and tree of the options over a recipe's. Raises UsageError for what contradicts itself."""
+    limits = choose_limits(options, recipe.limits)
+    if options.head == "none":
+        return limits, None
+    recipes.find_head(options.head, recipe)
+    return limits, choose_tree(options, recipe.tree, limits.max_tree_nodes)
+
+
+def _default_place(options: BuildOptions, recipe: recipes.Recipe) -> Path:
+    kind = "plain" if options.head == "none" else options.head
+    if kind not in ("plain", "eagle1", "eagle3"):
+        kind = Path(str(recipes.find_head(kind, recipe))).name
+    return Path("bundles") / f"{recipe.name}-{kind}"
+
+
+def estimate_plan(plan: Plan) -> Estimate:
+    """What it will take: from the headers of the weight files, which are not read."""
+    from eagle_export.estimate import estimate, weigh_checkpoints
+
+    graphs = weigh_checkpoints(
+        plan.target.folder,
+        None if plan.head is None else plan.head.folder,
+        plan.precision,
+        keep=plan.fp8.keep,
+        lm_head=plan.fp8.lm_head,
+    )
+    calibrates = plan.precision == "fp8" and plan.fp8.scales is None
+    if not plan.engine.compiles:
+        return estimate(graphs, plan.precision, calibrates=calibrates)
+    from eagle_export.engines.architectures import check_architectures
+    from eagle_export.engines.profiles import choose_profiles
+
+    engine = plan.engine
+    return estimate(
+        graphs,
+        plan.precision,
+        calibrates=calibrates,
+        profiles={
+            graph.name: len(choose_profiles(graph.name, plan.limits, plan.tree, engine.profiles))
+            for graph in graphs
+        },
+        architectures=len(check_architectures(engine.backend, plan.precision, engine.target_arch)),
+    )
+
+
+def check_room(plan: Plan) -> tuple[str, ...]:
+    """Warnings on memory. Raises EagleError when the disk is too small, or memory by far."""
+    from eagle_export.estimate import memory_here
+
+    return estimate_plan(plan).check(memory_here(), free_space(plan.out), plan.out)

@@ -1,0 +1,136 @@
+"""The FP8 part of a build: where the scales come from, and what is quantised. How it is done is in fp8/."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle_export.plan import Plan
+from eagle_export.progress import Report
+
+if TYPE_CHECKING:
+    from eagle_export.fp8 import Checkpoint, Scales
+    from eagle_export.fp8.sensitivity import Cost
+    from eagle_export.graphs.export import Rewrite
+
+SCALES_FILE = "fp8_scales.json"
+
+
+@dataclass(frozen=True, eq=False)
+class Quantization:
+    """Chosen scales, and the FP8 checkpoint that the target comes from (None: weights are quantised here)."""
+
+    scales: Scales
+    checkpoint: Checkpoint | None
+
+    def rewrite(self, graph: str) -> Rewrite | None:
+        """What quantises the graph when it is exported; None if nothing in it is quantised."""
+        from eagle_export.fp8 import quantize
+
+        inputs = self.scales.inputs.get(graph)
+        if inputs is None:
+            return None
+        given = self.checkpoint if graph == "target" else None
+
+        def rewrite(model: Any) -> None:
+            quantize(model, inputs, given)
+
+        return rewrite
+
+
+def find_quantization(plan: Plan, tokenizer: Path, report: Report) -> Quantization:
+    """Scales for a build in FP8: those of the target's own FP8 checkpoint, of a file, or from calibration.
+
+    `tokenizer` is the bundle's tokenizer folder, whose chat template the calibration prompts go through.
+    Raises EagleError when scales belong to other weights, or when activations pass the 16-bit type.
+    """
+    from eagle_export.fp8 import Scales, choose, read_checkpoint
+
+    checkpoint = read_checkpoint(plan.target.folder)
+    for note in () if checkpoint is None else checkpoint.notes:
+        report.note(f"note: {note}")
+    head_sha256 = None if plan.head is None else plan.head.sha256
+    scales: Scales | None
+    if plan.fp8.scales is not None:
+        scales = Scales.load(plan.fp8.scales)
+        scales.check_identity(plan.target.sha256, head_sha256)
+    elif checkpoint is not None and checkpoint.static and plan.loaded is None:
+        scales = None  # everything is in the checkpoint
+    else:
+        scales = _calibrate(plan, tokenizer, report)
+    if checkpoint is not None:
+        scales = checkpoint.join(scales)
+    assert scales is not None
+    for note in scales.check_range(plan.dtype):
+        report.note(f"note: {note}")
+    also = ("lm_head",) if plan.fp8.lm_head else ()
+    return Quantization(choose(scales, plan.fp8.keep, also), checkpoint)
+
+
+def _calibrate(plan: Plan, tokenizer: Path, report: Report) -> Scales:
+    from eagle_export.fp8 import calibrate, encode
+    from eagle_export.reference import DTYPES, load_modules
+    from eagle_run.text import Text
+
+    text = Text.load(tokenizer)
+    most = plan.limits.max_seq_len
+    prompts = [ids[:most] for ids in encode(text, _questions(plan.fp8.prompts))]
+    with report.step("load the weights in fp32"):
+        modules = load_modules(plan.target, plan.loaded, DTYPES["fp32"])
+    with report.bar("calibrate fp8") as update:
+        return calibrate(
+            modules,
+            prompts,
+            shape=None if plan.tree is None else plan.tree.shape(),
+            stop_tokens=text.eos_token_ids,
+            target_sha256=plan.target.sha256,
+            head_sha256=None if plan.head is None else plan.head.sha256,
+            on_progress=lambda done, total: update(done / total, f"prompt {done}"),
+        )
+
+
+def find_costs(target: str, prompts: Path | None, scales_file: Path | None, report: Report) -> list[Cost]:
+    """What each product of a target loses in FP8, the dearest first. `target` as for a build."""
+    from eagle_export import recipe
+    from eagle_export.fp8 import Scales, calibrate, choose, encode
+    from eagle_export.fp8.sensitivity import PROMPT_COUNT, sensitivity
+    from eagle_export.reference import DTYPES, load_modules
+    from eagle_run.text import Text
+
+    with report.step("find the weights"):
+        found = recipe.resolve_target(target)
+    with report.step("load the weights in fp32"):
+        modules = load_modules(found, None, DTYPES["fp32"])
+    text = Text.load(found.folder)
+    ids = encode(text, _questions(prompts))
+    if scales_file is None:
+        with report.bar("calibrate fp8") as update:
+            scales = calibrate(
+                modules,
+                ids,
+                stop_tokens=text.eos_token_ids,
+                on_progress=lambda done, total: update(done / total, f"prompt {done}"),
+            )
+    else:
+        scales = Scales.load(scales_file)
+        scales.check_identity(found.sha256, None)
+    with report.bar("quantise each product alone") as update:
+        return sensitivity(
+            modules,
+            choose(scales),
+            ids if prompts else ids[:PROMPT_COUNT],
+            stop_tokens=text.eos_token_ids,
+            on_progress=lambda done, total: update(done / total, f"{done} of {total}"),
+        )
+
+
+def _questions(prompts: Path | None) -> Sequence[str]:
+    from eagle_export.fp8.calibrate import PROMPT_COUNT
+    from eagle_export.prompts import PROMPTS
+    from eagle_run.dataset import read_questions
+
+    if prompts is None:
+        return PROMPTS[:PROMPT_COUNT]
+    return [question.turns[0] for question in read_questions(prompts)]

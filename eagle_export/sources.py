@@ -1,0 +1,171 @@
+"""How FP8 and bfloat16 graphs are compared with their source weights on a CPU.
+
+A CPU has no bfloat16 kernels in ONNX Runtime, and FP8 values of activations are chaotic: a last bit decides
+which way one is rounded, and a few layers on everything is different, also in float32. So wiring and weights
+are compared in float32, with FP8 weights as they are and activations left alone; what the rounding of
+activations costs is for accuracy.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eagle_export.reference import Modules
+from eagle_run.backends.base import Graph
+from eagle_run.bundle import Bundle, GraphName
+from eagle_run.errors import EagleError
+
+_E4M3_MOST = 448.0
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """One product of an FP8 graph: the linear layers in it, side by side, and the scale of their weights.
+
+    `scale` is float32 [], or one per output column [N].
+    """
+
+    layers: tuple[str, ...]
+    scale: Tensor
+
+
+def onnx_precision(bundle: Bundle) -> str:
+    """The precision of the target's ONNX graph. Raises EagleError when the bundle holds engines alone."""
+    found = [artifact for artifact in bundle.artifacts("target") if artifact.backend == "onnx"]
+    if not found:
+        there = ", ".join(sorted({artifact.backend for artifact in bundle.artifacts("target")})) or "none"
+        raise EagleError(
+            f"{bundle.path}: no ONNX graph of the target to verify; the bundle has {there}",
+            hint="verify the bundle that the engines were compiled from",
+        )
+    return found[0].precision
+
+
+def read_products(path: Path) -> list[Product]:
+    """The products of an ONNX graph with an FP8 weight, in its order."""
+    import onnx_ir
+
+    products = []
+    for node in onnx_ir.load(path).graph:
+        if node.op_type != "MatMul":
+            continue
+        weight = node.inputs[1].producer()
+        if weight is not None and weight.op_type == "DequantizeLinear":
+            stored = str(weight.inputs[0].name).removesuffix(".fp8").split("+")
+            layers = tuple(name.removesuffix(".weight.T") for name in stored)
+            scale = torch.from_numpy(weight.inputs[1].const_value.numpy().copy())
+            products.append(Product(layers, scale))
+    return products
+
+
+@contextmanager
+def fp8_weights(modules: Modules, bundle: Bundle) -> Iterator[None]:
+    """While this lasts, the linear layers that the bundle's graphs hold in FP8 have weights rounded like them.
+
+    They are rounded from the source with the graph's scales, so a graph with other weights is not excused.
+    Raises EagleError for a product whose layers the modules do not have.
+    """
+    parts: dict[GraphName, Any] = {"target": modules.model, "fuse": modules.fuse, "draft": modules.draft}
+    before: list[tuple[nn.Linear, Tensor]] = []
+    try:
+        for name, module in parts.items():
+            if module is None:
+                continue
+            linears = {key: part for key, part in module.named_modules() if isinstance(part, nn.Linear)}
+            for product in read_products(bundle.file(bundle.artifact(name, "onnx"))):
+                if unknown := [layer for layer in product.layers if layer not in linears]:
+                    raise EagleError(f"the {name} graph has FP8 weights that the source does not: {unknown}")
+                chosen = [linears[layer] for layer in product.layers]
+                before += [(linear, linear.weight.data) for linear in chosen]
+                _round(chosen, product.scale)
+        yield
+    finally:
+        for linear, weight in before:
+            linear.weight.data = weight
+
+
+def _round(linears: Sequence[nn.Linear], scale: Tensor) -> None:
+    """Weights [N, K] through FP8 and back; scale [] or [N] over the rows of all of them."""
+    sizes = [linear.out_features for linear in linears]
+    for linear, own in zip(linears, scale.expand(sum(sizes)).split(sizes), strict=True):
+        weight = linear.weight.data
+        stored = (weight.float() / own[:, None]).clamp(-_E4M3_MOST, _E4M3_MOST).to(torch.float8_e4m3fn)
+        linear.weight.data = (stored.float() * own[:, None]).to(weight.dtype)
+
+
+def wide_graphs(bundle: Bundle, folder: Path, *, threads: int = 0) -> dict[str, Graph]:
+    """The bundle's ONNX graphs widened (see `widen`), in ONNX Runtime; their files go to `folder`."""
+    from eagle_run.backends.onnxruntime import OnnxRuntimeGraph
+
+    graphs: dict[str, Graph] = {}
+    for artifact in bundle.manifest.artifacts:
+        if artifact.backend == "onnx":
+            file = widen(bundle.file(artifact), folder / f"{artifact.graph}.onnx")
+            graphs[artifact.graph] = OnnxRuntimeGraph(file, artifact.graph, threads=threads)
+    return graphs
+
+
+def widen_modules(modules: Modules) -> Modules:
+    """The same modules, computing in float32 from now on; weights keep their values."""
+    for part in (modules.target, modules.fuse, modules.draft):
+        if part is not None:
+            part.float()
+    return modules
+
+
+def widen(source: Path, out: Path) -> Path:
+    """Writes the graph `source` as `out` (and its data) with float32 in place of 16 bit, and no Q/DQ of rows.
+
+    Weights keep their values, FP8 ones as well; only what is computed from them is no longer rounded.
+    """
+    import onnx_ir
+
+    narrow = (onnx_ir.DataType.FLOAT16, onnx_ir.DataType.BFLOAT16)
+    model = onnx_ir.load(source)
+    graph = model.graph
+    for value in graph.initializers.values():
+        if value.const_value is not None and value.const_value.dtype in narrow:
+            value.const_value = _widened(value.const_value, value.name)
+    outputs = [value for node in graph for value in node.outputs]
+    for value in [*graph.inputs, *graph.initializers.values(), *outputs]:
+        if value.dtype in narrow:
+            value.type = onnx_ir.TensorType(onnx_ir.DataType.FLOAT)
+    for node in list(graph):
+        _widen_attributes(node)
+        rows = node.inputs[0].producer() if node.op_type == "DequantizeLinear" else None
+        if rows is not None and rows.op_type == "QuantizeLinear":
+            onnx_ir.convenience.replace_all_uses_with(node.outputs[0], rows.inputs[0])
+            graph.remove(node, safe=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    onnx_ir.save(model, out, external_data=f"{out.name}.data")
+    return out
+
+
+def _widen_attributes(node: Any) -> None:
+    import onnx_ir
+
+    narrow = (onnx_ir.DataType.FLOAT16, onnx_ir.DataType.BFLOAT16)
+    for key, attribute in list(node.attributes.items()):
+        if key in ("to", "output_dtype") and attribute.value in map(int, narrow):
+            node.attributes[key] = onnx_ir.AttrInt64(key, int(onnx_ir.DataType.FLOAT))
+        elif attribute.type == onnx_ir.AttributeType.TENSOR and attribute.value.dtype in narrow:
+            node.attributes[key] = onnx_ir.AttrTensor(key, _widened(attribute.value, key))
+
+
+def _widened(tensor: Any, name: str) -> Any:
+    import numpy
+    import onnx_ir
+
+    def compute() -> Any:
+        return onnx_ir.tensor(tensor.numpy().astype(numpy.float32), name=name)
+
+    return onnx_ir.LazyTensor(
+        compute, dtype=onnx_ir.DataType.FLOAT, shape=tensor.shape, cache=False, name=name
+    )
