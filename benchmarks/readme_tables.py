@@ -16,23 +16,26 @@ import click
 
 ROOT = Path(__file__).parent.parent
 SETS = {"mt_bench": "MT-bench", "humaneval": "HumanEval", "gsm8k": "GSM8K", "alpaca": "Alpaca"}
+MODELS = {
+    "smollm2": "SmolLM2-135M",
+    "0.3b": "random Llama of 0.3B",
+    "1b": "random Llama of 1.2B",
+    "tiny": "random Llama of 1M",
+}
 
 
 @click.command(help=__doc__)
 @click.option("--check", is_flag=True)
 def main(check: bool) -> None:
     readme = ROOT / "README.md"
-    results = json.loads((ROOT / "benchmarks/results/cpu_smollm2.json").read_text())
     before = readme.read_text()
     after = before
-    for name, table in {
-        "sets": sets,
-        "baselines": baselines,
-        "trees": trees,
-        "export": export,
-        "transcript": transcript,
-    }.items():
-        after = replace(after, name, table(results))
+    for file, tables in {"cpu_smollm2": CPU, "compile": {"compile": compilation}}.items():
+        where = ROOT / f"benchmarks/results/{file}.json"
+        if where.is_file():
+            results = json.loads(where.read_text())
+            for name, table in tables.items():
+                after = replace(after, name, table(results))
     if check and after != before:
         raise click.ClickException("README.md is not what benchmarks/results says: run this without --check")
     readme.write_text(after)
@@ -123,9 +126,65 @@ def export(results: dict[str, Any]) -> str:
     )
 
 
+def compilation(results: dict[str, Any]) -> str:
+    """Of benchmarks/compile.py: a row for each model and precision, then how they grow with the weights."""
+    rows = []
+    for key, part in results["parts"].items():
+        model, _, precision = key.rpartition("_")
+        exported, weights = part["export"], part["weights"]["target"]
+        seconds = f"{exported['seconds']:.0f}"
+        if exported["calibration_seconds"]:
+            seconds += f" + {exported['calibration_seconds']:.0f}"
+        row = [f"{MODELS[model]}, {precision}", f"{weights / 1e6:.0f}", seconds, _gb(exported)]
+        for name in ("one", "default"):
+            graphs = part[name]["graphs"]
+            spent = sum(graph["seconds"] for graph in graphs.values())
+            target = graphs["target"]
+            row += [f"{spent:.0f}", f"{target['bytes'] / 1e6:.0f} ({target['ratio']:.2f}×)"]
+        rows.append([*row, _gb(part["default"])])
+    head = [
+        *("model", "weights, MB", "export + calibration, s", "peak, GB"),
+        *("compile, one profile, s", "engine, MB", "compile, default, s", "engine, MB", "peak, GB"),
+    ]
+    return markdown(head, rows) + _growth(results["growth"]) + "\n" + _compiler(results) + "\n"
+
+
+def _growth(lines: dict[str, dict[str, list[float]]]) -> str:
+    said = ""
+    for precision, figures in lines.items():
+        more = {name: line[1] for name, line in figures.items()}
+        calibration = ""
+        if more["calibration_seconds"]:
+            calibration = f", {more['calibration_seconds']:.0f} s to calibration"
+        said += (
+            f"\nEach GB of {precision} weights adds {more['export_seconds']:.0f} s and "
+            f"{more['export_memory_gb']:.1f} GB of memory to the export{calibration}, "
+            f"{more['compile_seconds']:.0f} s and {more['compile_memory_gb']:.1f} GB to compiling.\n"
+        )
+    return said
+
+
+def _gb(measured: dict[str, Any]) -> str:
+    return f"{measured['peak_memory_bytes'] / 1e9:.1f}"
+
+
+def _compiler(results: dict[str, Any]) -> str:
+    env = results["environment"]
+    return f"{env['cores']} cores of {env['cpu']}, TensorRT-RTX {env['tensorrt_rtx']}, no GPU."
+
+
 def _machine(results: dict[str, Any]) -> str:
     env = results["environment"]
     return f"{env['cores']} cores of {env['cpu']}, float32, ONNX Runtime {env['onnxruntime']}."
+
+
+CPU = {
+    "sets": sets,
+    "baselines": baselines,
+    "trees": trees,
+    "export": export,
+    "transcript": transcript,
+}
 
 
 if __name__ == "__main__":

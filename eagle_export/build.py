@@ -57,7 +57,7 @@ def build(options: BuildOptions, report: Report) -> Built:
             quantization = find_quantization(plan, writer.folder / TOKENIZER, report)
         specs = _export(plan, quantization, writer.file("onnx/target.onnx").parent, report)
         _add_graphs(writer, specs, plan.precision)
-        accuracy = measure_accuracy(plan, writer.folder, report) if options.measure else None
+        accuracy = measure_accuracy(plan, writer.folder, report) if plan.measure else None
         if plan.engine.compiles:
             compile_graphs(writer, plan.limits, plan.tree, plan.engine, report)
         with report.step("write the manifest"):

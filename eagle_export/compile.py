@@ -47,7 +47,6 @@ def compile_bundle(path: Path, options: EngineOptions, report: Report, *, out: P
             graph.graph: len(choose_profiles(graph.graph, manifest.limits, manifest.tree, options.profiles))
             for graph in graphs
         },
-        architectures=len(capabilities),
     )
     for warning in needed.check(memory_here(), free_space(out or path), out or path):
         report.note(f"warning: {warning}")

@@ -7,7 +7,7 @@ within a third for memory, a guess for time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,17 +27,19 @@ __all__ = [
     "weigh_checkpoints",
 ]
 
-# Bytes. A graph's own nodes, and an engine's kernels, by layer of the model; the rest by graph or process.
-_GRAPH = (20_000, 7_000)
-_ENGINE = {"16": (1_500_000, 250_000), "fp8": (1_500_000, 800_000)}
+# Lines through what was measured. Bytes of a graph's nodes and of an engine's kernels: once, by layer.
+_GRAPH = (1_000, 11_000)
+_KERNELS = {"16": (3_200_000, 182_000), "fp8": (2_500_000, 735_000)}  # for each profile
+_FUSE_KERNELS = 20_000  # a graph without layers is one product
 _OTHER_FILES = 8_000_000  # tokenizer, manifest, vocabulary map
-_EXPORT_MEMORY = (550_000_000, 1.5)  # of all weights in the precision of the graphs
-_CALIBRATE_MEMORY = (700_000_000, 1.5)  # of all weights in fp32
-_COMPILE_MEMORY = (600_000_000, 3.1)  # of the largest graph's weights
-# Seconds: once, by layer, by GB.
-_EXPORT_SECONDS = (6.0, 0.2, 8.0)
-_COMPILE_SECONDS = (4.0, 0.25, 1.0)  # by profile and architecture
-_CALIBRATE_SECONDS = (5.0, 0.3, 20.0)
+# Bytes of memory.
+_LOADED = (550e6, 1.25)  # once: Python's libraries; by byte of weights: as they are read, or converted
+_COMPILE = (480e6, 12e6, 3.0)  # once, by layer, by byte of weights
+# Seconds.
+_EXPORT_SECONDS = (6.0, 0.2, 5.0)  # once, by layer, by GB of weights
+_CALIBRATE_SECONDS = (5.0, 35.0)  # once, by GB of weights in fp32
+_MEASURE_SECONDS = (10.0, 60.0)  # likewise
+_COMPILE_SECONDS = (2.5, 0.25, 3.0)  # by graph, by layer and profile, by GB of weights
 
 
 @dataclass(frozen=True)
@@ -136,14 +138,15 @@ def estimate(
     *,
     exports: bool = True,
     calibrates: bool = False,
+    measures: bool = False,
     profiles: Mapping[str, int] | None = None,
-    architectures: int = 1,
 ) -> Estimate:
     """What it takes to export these graphs, and to compile those in `profiles`.
 
     exports: whether the graphs are still to be made (False for `eagle-export compile`). calibrates: whether
-    FP8 scales must be found first. profiles: optimization profiles of each graph's engine, by graph; None for
-    no engines. architectures: GPUs that each engine is for; they cost time, hardly any space.
+    FP8 scales must be found first. measures: whether the graphs are compared with float32 afterwards.
+    profiles: optimization profiles of each graph's engine, by graph; None for no engines. That an engine
+    is for several GPUs was not seen to cost time or space.
     """
     graphs = tuple(graphs)
     profiles = profiles or {}
@@ -151,31 +154,45 @@ def estimate(
     rows = tuple(
         GraphEstimate(
             graph.name,
-            onnx_bytes=graph.bytes + _line(_GRAPH, graph.layers) if exports else 0,
-            engine_bytes=_engine_bytes(graph, precision, profiles[graph.name]) if graph in compiled else 0,
+            onnx_bytes=graph.bytes + int(_line(_GRAPH, graph.layers)) if exports else 0,
+            engine_bytes=graph.bytes + profiles[graph.name] * _kernels(graph, precision)
+            if graph in compiled
+            else 0,
         )
         for graph in graphs
     )
-    whole, layers = sum(graph.bytes for graph in graphs), sum(graph.layers for graph in graphs)
-    fp32 = sum(graph.fp32_bytes for graph in graphs)
-    memory, seconds = 0, 0.0
-    if exports:
-        memory = _line(_EXPORT_MEMORY, whole)
-        seconds = _seconds(_EXPORT_SECONDS, layers, whole)
-    if calibrates:
-        memory = max(memory, _line(_CALIBRATE_MEMORY, fp32))
-        seconds += _seconds(_CALIBRATE_SECONDS, layers, fp32)
+    memory, seconds = _export(graphs, calibrates, measures) if exports else (0, 0.0)
     return Estimate(
         graphs=rows,
         disk_bytes=sum(row.onnx_bytes + row.engine_bytes for row in rows) + _OTHER_FILES,
         export_memory_bytes=memory,
-        compile_memory_bytes=max((_line(_COMPILE_MEMORY, graph.bytes) for graph in compiled), default=0),
+        compile_memory_bytes=max(
+            (int(_line(_COMPILE, graph.layers, graph.bytes)) for graph in compiled), default=0
+        ),
         export_seconds=seconds,
         compile_seconds=sum(
-            _seconds(_COMPILE_SECONDS, graph.layers, graph.bytes) * profiles[graph.name] * architectures
+            _line(_COMPILE_SECONDS, graph.layers * profiles[graph.name], graph.bytes / 1e9)
             for graph in compiled
         ),
     )
+
+
+def _export(graphs: Sequence[GraphWeights], calibrates: bool, measures: bool) -> tuple[int, float]:
+    """(bytes of memory, seconds) of making these graphs."""
+    read, own, fp32 = (
+        sum(getattr(graph, name) for graph in graphs) for name in ("read_bytes", "bytes", "fp32_bytes")
+    )
+    layers = sum(graph.layers for graph in graphs)
+    seconds = _line(_EXPORT_SECONDS, layers, own / 1e9)
+    held = max(read, own)  # bytes of weights at a time, in any type
+    if calibrates:
+        seconds += _line(_CALIBRATE_SECONDS, fp32 / 1e9)
+        held = max(held, fp32)
+    memory = _line(_LOADED, held)
+    if measures:  # the float32 modules, and ONNX Runtime with weights that it widens
+        seconds += _line(_MEASURE_SECONDS, fp32 / 1e9)
+        memory = max(memory, _LOADED[0] + 2 * fp32 + own + read)
+    return int(memory), seconds
 
 
 def memory_here() -> Memory:
@@ -191,17 +208,16 @@ def memory_here() -> Memory:
     return Memory(min(found.available, limit), min(found.total, limit))
 
 
-def _engine_bytes(graph: GraphWeights, precision: str, profiles: int) -> int:
-    line = _ENGINE["fp8" if precision == "fp8" else "16"]
-    return graph.bytes + profiles * _line(line, graph.layers)
+def _kernels(graph: GraphWeights, precision: str) -> int:
+    """Bytes that one profile adds to an engine, beside the weights."""
+    if not graph.layers:
+        return _FUSE_KERNELS
+    return int(_line(_KERNELS["fp8" if precision == "fp8" else "16"], graph.layers))
 
 
-def _line(line: tuple[float, float], x: float) -> int:
-    return int(line[0] + line[1] * x)
-
-
-def _seconds(line: tuple[float, float, float], layers: int, stored: int) -> float:
-    return line[0] + line[1] * layers + line[2] * stored / 1e9
+def _line(line: tuple[float, ...], *amounts: float) -> float:
+    """A start, and so much for each of the amounts."""
+    return line[0] + sum(slope * amount for slope, amount in zip(line[1:], amounts, strict=True))
 
 
 def _time(seconds: float) -> str:

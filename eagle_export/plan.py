@@ -37,6 +37,7 @@ class Plan:
     dtype: str  # of all that is not a quantised product
     engine: EngineOptions
     fp8: Fp8Options
+    measure: bool
     out: Path
 
 
@@ -70,6 +71,7 @@ def make_plan(options: BuildOptions) -> Plan:
         dtype=options.dtype,
         engine=options.engine,
         fp8=options.fp8,
+        measure=options.measure,
         out=out,
     )
 
@@ -102,9 +104,9 @@ def estimate_plan(plan: Plan) -> Estimate:
         lm_head=plan.fp8.lm_head,
     )
     calibrates = plan.precision == "fp8" and plan.fp8.scales is None
+    measures = plan.measure and plan.precision != "fp32"
     if not plan.engine.compiles:
-        return estimate(graphs, plan.precision, calibrates=calibrates)
-    from eagle_export.engines.architectures import check_architectures
+        return estimate(graphs, plan.precision, calibrates=calibrates, measures=measures)
     from eagle_export.engines.profiles import choose_profiles
 
     engine = plan.engine
@@ -112,11 +114,11 @@ def estimate_plan(plan: Plan) -> Estimate:
         graphs,
         plan.precision,
         calibrates=calibrates,
+        measures=measures,
         profiles={
             graph.name: len(choose_profiles(graph.name, plan.limits, plan.tree, engine.profiles))
             for graph in graphs
         },
-        architectures=len(check_architectures(engine.backend, plan.precision, engine.target_arch)),
     )
 
 

@@ -108,9 +108,9 @@ def eager_graphs(modules: Modules, cache_rows: int) -> dict[str, Graph]:
 
 
 def reference_of(
-    manifest: Manifest, *, precision: str, target: str | None = None, head: str | None = None
+    manifest: Manifest, *, precision: str = "fp32", target: str | None = None, head: str | None = None
 ) -> Modules:
-    """The modules that a bundle was exported from, in `precision` (of fp8 graphs: in that of its base).
+    """The modules that a bundle was exported from, in `precision` (a key of DTYPES).
 
     `target` and `head` name the sources as for a build; by default they are found from the manifest.
     Raises EagleError when a source is not here, or is not the one that the bundle was built from.
@@ -123,8 +123,6 @@ def reference_of(
         source = recipes.resolve_head(head or _head_source(manifest, found), found)
         _check_same(manifest, "head", manifest.head.sha256, source.sha256, source.source)
         loaded = load_fitting_head(source, config, layer_ids=manifest.head.feature_layers)
-    if precision == "fp8" and manifest.quantization is not None:
-        precision = manifest.quantization.base
     return load_modules(found, loaded, DTYPES[precision])
 
 

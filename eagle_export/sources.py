@@ -48,6 +48,13 @@ def onnx_precision(bundle: Bundle) -> str:
     return found[0].precision
 
 
+def base_precision(bundle: Bundle) -> str:
+    """The type of everything in the target's ONNX graph that is not FP8."""
+    quantization = bundle.manifest.quantization
+    precision = onnx_precision(bundle)
+    return quantization.base if precision == "fp8" and quantization is not None else precision
+
+
 def read_products(path: Path) -> list[Product]:
     """The products of an ONNX graph with an FP8 weight, in its order."""
     import onnx_ir
@@ -67,7 +74,7 @@ def read_products(path: Path) -> list[Product]:
 
 @contextmanager
 def fp8_weights(modules: Modules, bundle: Bundle) -> Iterator[None]:
-    """While this lasts, the linear layers that the bundle's graphs hold in FP8 have weights rounded like them.
+    """While this lasts, linear layers that the bundle's graphs hold in FP8 have weights rounded like theirs.
 
     They are rounded from the source with the graph's scales, so a graph with other weights is not excused.
     Raises EagleError for a product whose layers the modules do not have.
@@ -100,14 +107,16 @@ def _round(linears: Sequence[nn.Linear], scale: Tensor) -> None:
         linear.weight.data = (stored.float() * own[:, None]).to(weight.dtype)
 
 
-def wide_graphs(bundle: Bundle, folder: Path, *, threads: int = 0) -> dict[str, Graph]:
+def wide_graphs(
+    bundle: Bundle, folder: Path, *, fp8_rows: bool = False, threads: int = 0
+) -> dict[str, Graph]:
     """The bundle's ONNX graphs widened (see `widen`), in ONNX Runtime; their files go to `folder`."""
     from eagle_run.backends.onnxruntime import OnnxRuntimeGraph
 
     graphs: dict[str, Graph] = {}
     for artifact in bundle.manifest.artifacts:
         if artifact.backend == "onnx":
-            file = widen(bundle.file(artifact), folder / f"{artifact.graph}.onnx")
+            file = widen(bundle.file(artifact), folder / f"{artifact.graph}.onnx", fp8_rows=fp8_rows)
             graphs[artifact.graph] = OnnxRuntimeGraph(file, artifact.graph, threads=threads)
     return graphs
 
@@ -120,10 +129,11 @@ def widen_modules(modules: Modules) -> Modules:
     return modules
 
 
-def widen(source: Path, out: Path) -> Path:
-    """Writes the graph `source` as `out` (and its data) with float32 in place of 16 bit, and no Q/DQ of rows.
+def widen(source: Path, out: Path, *, fp8_rows: bool = False) -> Path:
+    """Writes the graph `source` as `out` (and its data) with float32 in place of 16 bit.
 
-    Weights keep their values, FP8 ones as well; only what is computed from them is no longer rounded.
+    Unless `fp8_rows`, Q/DQ pairs of activations are left out. Weights keep their values, FP8 ones as well;
+    only what is computed from them is no longer rounded.
     """
     import onnx_ir
 
@@ -140,9 +150,9 @@ def widen(source: Path, out: Path) -> Path:
     for node in list(graph):
         _widen_attributes(node)
         rows = node.inputs[0].producer() if node.op_type == "DequantizeLinear" else None
-        if rows is not None and rows.op_type == "QuantizeLinear":
+        if not fp8_rows and rows is not None and rows.op_type == "QuantizeLinear":
             onnx_ir.convenience.replace_all_uses_with(node.outputs[0], rows.inputs[0])
-            graph.remove(node, safe=True)
+            graph.remove([node, rows] if len(rows.outputs[0].uses()) == 1 else node, safe=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     onnx_ir.save(model, out, external_data=f"{out.name}.data")
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,15 +10,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from eagle_export.engines.request import CompiledEngine, EngineRequest, EngineSettings
+from eagle_export.engines.request import CompiledEngine, EngineRequest
 from eagle_run.errors import EagleError
 from eagle_run.records import EngineInfo, EngineProfile, LayerSummary
-
-__all__ = ["CompiledEngine", "EngineRequest", "EngineSettings", "compile_engine"]
 
 OnProgress = Callable[[float, str], None]  # share done (0 to 1), what is going on
 _MEMORY_PER_WEIGHT_BYTE = 3.2  # resident memory of a build, from builds of 0.1 to 1.5 billion parameters
@@ -77,7 +75,7 @@ def weight_bytes(onnx: Path) -> int:
 
 def _run(request: EngineRequest, on_progress: OnProgress | None, command: tuple[str, ...]) -> dict[str, Any]:
     """The result of the compiler's process. Whatever happens here, no process stays behind."""
-    with tempfile.TemporaryFile("w+") as stderr:
+    with tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
         )
@@ -88,8 +86,8 @@ def _run(request: EngineRequest, on_progress: OnProgress | None, command: tuple[
             process.kill()  # does nothing to one that has ended
             process.wait()
             for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    stream.close()
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()  # type: ignore[union-attr]
         if "result" in last:
             return last["result"]
         raise _explain(request, last.get("error"), code, log, _tail(stderr))
@@ -101,11 +99,9 @@ def _talk(
     """Hands the request over and reads to the end: (the last message, lines of the library's log)."""
     assert process.stdin is not None
     assert process.stdout is not None
-    try:
+    with contextlib.suppress(BrokenPipeError):  # it ended at once; its exit code says why
         process.stdin.write(json.dumps(request.to_json()))
         process.stdin.close()
-    except BrokenPipeError:  # it ended at once; its exit code says why
-        process.stdin = None
     last: dict[str, Any] = {}
     log: list[str] = []
     for line in process.stdout:
@@ -154,11 +150,11 @@ def _explain(
     )
 
 
-def _tail(stderr: IO[str]) -> str:
+def _tail(stderr: IO[bytes]) -> str:
     """The last lines that the compiler printed."""
     stderr.seek(0, os.SEEK_END)
     stderr.seek(max(0, stderr.tell() - 2000))
-    return "\n".join(stderr.read().splitlines()[-8:])
+    return "\n".join(stderr.read().decode(errors="replace").splitlines()[-8:])
 
 
 def _check_writable(request: EngineRequest) -> None:
@@ -180,7 +176,7 @@ def _check_writable(request: EngineRequest) -> None:
             ) from error
 
 
-@contextmanager
+@contextlib.contextmanager
 def _unfinished(out: Path) -> Iterator[Path]:
     """A place beside `out` to write to, empty again afterwards."""
     place = out.with_name(f".{out.name}.{os.getpid()}.part")

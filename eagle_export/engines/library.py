@@ -8,10 +8,7 @@ import re
 from dataclasses import dataclass
 from types import ModuleType
 
-from eagle_export.engines.architectures import check_architectures, local_capability
 from eagle_run.errors import EagleError, UsageError, first_line
-
-__all__ = ["MODULES", "Library", "check_architectures", "find_library", "local_capability"]
 
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 _EXTRAS = {"tensorrt": "tensorrt", "tensorrt-rtx": "rtx"}

@@ -35,6 +35,7 @@ _DTYPES = {
     "int32": "INT32",
     "bool": "BOOL",
 }
+_MASK_INPUT = 3  # query, key, value, mask
 _REPORT = "export the graph again; if it stays, please report it with the versions that `doctor` prints"
 
 
@@ -166,9 +167,12 @@ def _check_masks(trt: Any, layers: list[Any], path: Path) -> None:
     for layer in layers:
         if layer.type.name != "ATTENTION_INPUT":
             continue
+        mask = layer.get_input(_MASK_INPUT) if layer.num_inputs > _MASK_INPUT else None
+        if mask is None:
+            raise EagleError(f"{path}: attention layer {layer.name} came out without a mask", hint=_REPORT)
         layer.__class__ = trt.IAttentionInputLayer  # the bindings give out the base class
-        attention = layer.attention
-        causal = getattr(getattr(attention, "causal_kind", None), "name", "NONE") != "NONE"
-        if attention.mask is None or attention.causal or causal:
-            found = "no mask" if attention.mask is None else "a causal rule beside its mask"
-            raise EagleError(f"{path}: attention layer {layer.name} came out with {found}", hint=_REPORT)
+        causal = getattr(layer.attention, "causal_kind", None)
+        if layer.attention.causal or (causal is not None and causal.name != "NONE"):
+            raise EagleError(
+                f"{path}: attention layer {layer.name} came out causal, beside its mask", hint=_REPORT
+            )

@@ -3,8 +3,8 @@
 An engine holds its weights once and a set of kernels per profile, so several profiles in one engine are far
 smaller than several engines. What each of them buys:
 
-prefill   a chunk of the prompt: many rows, one row of logits. Without it the profile that has to serve
-          prompts keeps scratch memory for a row of logits beside every prompt row.
+prefill   a chunk of the prompt: many rows, one row of logits. Without it prompts run in kernels tuned for
+          the few rows of a tree, and with scratch memory for the logits of one.
 verify    a tree of nodes, with logits for each of them.
 plain     one row. Its fixed size lets the compiler take a decode kernel for attention (a matrix-vector
           product) where the others have the prefill kernel; plain decoding is what a speedup is measured
@@ -12,7 +12,9 @@ plain     one row. Its fixed size lets the compiler take a decode kernel for att
 draft     the draft's levels and its prime: few rows. The draft graph's counterpart of verify.
 fuse      the only one of the fuse graph, which is a single product.
 
-A profile that is not wanted costs nothing but the tuning: the ones that are left cover its sizes too.
+Each one costs about 0.3 MB a layer in 16 bit and 0.55 MB in fp8 (of SmolLM2's target, 3% and 9%; of a model
+of a billion parameters, a few thousandths) and its share of the time to compile. A profile that is not wanted
+costs nothing but the tuning: the ones that are left cover its sizes too.
 """
 
 from __future__ import annotations

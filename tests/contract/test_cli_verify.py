@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pytest
 from exportcli import Cli, fails
-from tiny import write_target
-
-from eagle_export.verify import check_acceptance
+from tiny import build_bundle, write_target
 
 
 def test_inspect_refuses_what_is_no_sound_bundle(cli: Cli, built_bundle: Path, tmp_path: Path) -> None:
@@ -71,10 +73,130 @@ def test_verify_wants_the_weights_of_this_bundle(cli: Cli, built_bundle: Path, t
     fails(cli("verify", built_bundle, "--target", other), 1, "another target", "--target")
 
 
-def test_a_head_at_chance_is_a_warning() -> None:
-    profile = {"tokens_per_round": 1.05, "acceptance_by_depth": [0.05, 0.0], "chance": 0.11}
-    check = check_acceptance(profile)
-    assert check.status == "warn"
-    assert "another target" in check.detail
-    assert check_acceptance({**profile, "acceptance_by_depth": [0.4]}).status == "ok"
-    assert check_acceptance({**profile, "acceptance_by_depth": []}).status == "warn"
+# --- below float32 --------------------------------------------------------------------------------------
+
+ACCURACY = {"accuracy: top-1", "accuracy: KL", "accuracy: draft"}
+
+
+@pytest.fixture(scope="module")
+def narrow(tiny_target: Path, tiny_head: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The tiny bundle in each precision below float32. Do not write into them."""
+    folder = tmp_path_factory.mktemp("narrow")
+    return {
+        precision: build_bundle(
+            tiny_target, tiny_head, folder / precision, precision=precision, measure=False
+        )
+        for precision in ("fp16", "bf16", "fp8")
+    }
+
+
+def checked(cli: Cli, bundle: Path, *more: object, code: int = 0) -> dict[str, dict[str, Any]]:
+    command = ["verify", bundle, "--limit", 6, "--max-new-tokens", 16, "--threads", 1, "--json", *more]
+    outcome = cli(*command)
+    assert outcome.code == code, outcome
+    return {check["name"]: check for check in json.loads(outcome.out)["checks"]}
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp8"])
+def test_verify_tells_what_a_precision_costs(cli: Cli, narrow: dict[str, Path], precision: str) -> None:
+    checks = checked(cli, narrow[precision])
+    assert set(checks) >= ACCURACY | {"target: logits", "draft: logits", "fuse: hidden", "target: rows"}
+    assert checks["accuracy: top-1"]["value"] >= 0.9
+    assert 0 <= checks["accuracy: KL"]["value"] <= 0.01
+    assert ("tokens at T=0: Transformers" in checks) is (precision != "fp8")
+    assert ("modules" in checks["accuracy: top-1"]["detail"]) is (precision == "bf16")
+    exact = precision != "fp16"  # compared in float32
+    assert (checks["target: logits"]["limit"] == 1e-3) is exact
+    assert ("in float32" in checks["target: logits"]["detail"]) is exact
+
+
+def damaged(bundle: Path, place: Path, graph: str, damage: Callable[[bytearray], None]) -> Path:
+    """A copy whose weights were changed, its hashes made to fit."""
+    copy = shutil.copytree(bundle, place)
+    file = copy / "onnx" / f"{graph}.onnx.data"
+    content = bytearray(file.read_bytes())
+    damage(content)
+    file.write_bytes(content)
+    manifest = json.loads((copy / "manifest.json").read_text())
+    for artifact in manifest["artifacts"]:
+        for entry in artifact["files"]:
+            if entry["path"] == f"onnx/{graph}.onnx.data":
+                entry["sha256"] = hashlib.sha256(content).hexdigest()
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    return copy
+
+
+def _scale_fp16(content: bytearray) -> None:
+    values = np.frombuffer(content, np.float16)
+    half = len(values) // 2
+    values[half:] = values[half:] * np.float16(1.5)
+
+
+def _shift_exponents(content: bytearray) -> None:
+    """Takes the upper exponent bit of most numbers, of whatever type they are."""
+    values = np.frombuffer(content, np.uint8)
+    values[: len(values) // 2] &= 0b1011_1111
+
+
+@pytest.mark.parametrize(
+    ("precision", "damage"), [("fp16", _scale_fp16), ("bf16", _shift_exponents), ("fp8", _shift_exponents)]
+)
+def test_verify_finds_damaged_weights_of_every_precision(
+    cli: Cli, narrow: dict[str, Path], tmp_path: Path, precision: str, damage: Callable[[bytearray], None]
+) -> None:
+    checks = checked(cli, damaged(narrow[precision], tmp_path / "b", "target", damage), code=1)
+    failed = {name for name, check in checks.items() if check["status"] == "fail"}
+    assert {"target: logits"} <= failed
+    if precision != "bf16":  # whose graphs are not what answers on a CPU
+        assert {"accuracy: top-1", "accuracy: KL"} & failed
+    assert not any(name.startswith(("fuse: ", "draft: ")) for name in failed)
+
+
+def _with_engines(bundle: Path, place: Path, *, alone: bool) -> Path:
+    """A copy with an engine beside each graph, or in its place. Nothing here can run one."""
+    copy = shutil.copytree(bundle, place)
+    manifest = json.loads((copy / "manifest.json").read_text())
+    axis = {"min": 1, "opt": 1, "max": 4}
+    engines = []
+    (copy / "engines").mkdir()
+    for artifact in manifest["artifacts"]:
+        file = f"engines/{artifact['graph']}.tensorrt-sm90.engine"
+        (copy / file).write_bytes(b"engine")
+        shapes = [
+            size for side in ("inputs", "outputs") for tensor in artifact[side] for size in tensor["shape"]
+        ]
+        axes = {size: axis for size in shapes if isinstance(size, str)}
+        info = {"profiles": [{"name": "all", "axes": axes}], "attention_layers": 1, "cache_updates": 2}
+        entry = {"path": file, "bytes": 6, "sha256": hashlib.sha256(b"engine").hexdigest()}
+        engines.append(
+            {
+                **artifact,
+                "backend": "tensorrt",
+                "precision": "fp16",
+                "file": file,
+                "files": [entry],
+                "compute_capabilities": ["9.0"],
+                "engine": {**info, "seconds": 1.0, "peak_memory_bytes": 1},
+            }
+        )
+    # Engines first: whoever takes the first artifact of a graph for its ONNX graph is found out.
+    manifest["artifacts"] = engines if alone else [*engines, *manifest["artifacts"]]
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    return copy
+
+
+def test_verify_takes_the_onnx_graphs_beside_engines(
+    cli: Cli, built_bundle: Path, narrow: dict[str, Path], tmp_path: Path
+) -> None:
+    both = _with_engines(built_bundle, tmp_path / "both", alone=False)
+    assert "target: logits" in checked(cli, both)
+    assert not ACCURACY & set(checked(cli, both))  # the target's graph is in fp32, whatever the engines are
+    both = _with_engines(narrow["fp8"], tmp_path / "fp8", alone=False)
+    assert set(checked(cli, both)) >= ACCURACY
+    assert "engines/target.tensorrt-sm90.engine" in cli("inspect", both).out.replace("\n", "")
+
+
+def test_verify_needs_onnx_graphs(cli: Cli, built_bundle: Path, tmp_path: Path) -> None:
+    alone = _with_engines(built_bundle, tmp_path / "alone", alone=True)
+    fails(cli("verify", alone), 1, "no ONNX graph of the target to verify; the bundle has tensorrt", "hint: ")
+    fails(cli("verify", alone, "--json"), 1, "no ONNX graph")

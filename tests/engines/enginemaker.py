@@ -12,8 +12,8 @@ import torch
 from tiny import Sizes, write_head, write_target
 
 from eagle_export import recipe as recipes
-from eagle_export.engines.compile import EngineRequest, EngineSettings
 from eagle_export.engines.profiles import choose_profiles
+from eagle_export.engines.request import EngineRequest, EngineSettings
 from eagle_export.fp8 import quantize
 from eagle_export.fp8.calibrate import named_graphs, named_linears
 from eagle_export.graphs.draft import export_draft

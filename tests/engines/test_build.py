@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from enginemaker import ADA, Graphs
+
 from eagle_export.engines.build import Progress
-from eagle_export.engines.request import COMPATIBILITIES
+from eagle_export.engines.request import COMPATIBILITIES, EngineSettings
 
 # TensorRT and TensorRT-RTX are one API: here the installed module stands in for `tensorrt`, so that what is
 # set can be read back from a real config. Polygraphy takes one library per process, hence the process.
@@ -149,3 +153,24 @@ def test_progress_is_told_four_times_a_second_at_most() -> None:
     for step in range(200):
         progress.step("Computing profile costs", step)
     assert 5 <= len(sent) <= 20
+
+
+def test_a_timing_cache_is_kept_and_reused(rtx: Any, graphs: Callable[[str], Graphs], tmp_path: Path) -> None:
+    """Straight to the compiler's process: `compile_engine` refuses a cache for TensorRT-RTX, which asks for a
+    GPU when it reads one, but gets on without.
+    """
+    cache = tmp_path / "timing.cache"
+    settings = EngineSettings((ADA,), timing_cache=cache)
+    request = graphs("fp16").request("fuse", tmp_path / "e", settings=settings)
+    sizes = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-m", "eagle_export.engines.worker"],
+            input=json.dumps(request.to_json()),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "result" in json.loads(done.stdout.splitlines()[-1])
+        sizes.append(cache.stat().st_size)
+    assert sizes[0] == sizes[1] > 0

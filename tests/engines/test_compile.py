@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from enginemaker import ADA, BLACKWELL, LAYERS, LIMITS, TREE, Graphs
 
-from eagle_export.engines.compile import EngineSettings, compile_engine
+from eagle_export.engines.compile import compile_engine
 from eagle_export.engines.profiles import choose_profiles
+from eagle_export.engines.request import EngineSettings
 from eagle_run.records import LayerSummary
 
 pytestmark = pytest.mark.usefixtures("rtx")

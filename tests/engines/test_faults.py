@@ -16,7 +16,8 @@ import psutil
 import pytest
 from enginemaker import Graphs
 
-from eagle_export.engines.compile import EngineRequest, EngineSettings, compile_engine
+from eagle_export.engines.compile import compile_engine
+from eagle_export.engines.request import EngineRequest, EngineSettings
 from eagle_export.graphs.target import export_target
 from eagle_run.errors import EagleError, UsageError
 
@@ -125,7 +126,8 @@ def test_ctrl_c_on_a_terminal(rtx: object, graphs: Callable[[str], Graphs], tmp_
     )
     program = (
         "import json, sys\n"
-        "from eagle_export.engines.compile import EngineRequest, compile_engine\n"
+        "from eagle_export.engines.compile import compile_engine\n"
+        "from eagle_export.engines.request import EngineRequest\n"
         "request = EngineRequest.from_json(json.load(open(sys.argv[1])))\n"
         "compile_engine(request, lambda share, what: print(what, flush=True))\n"
     )

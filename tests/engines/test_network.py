@@ -143,7 +143,7 @@ def test_a_layer_without_its_mask(rtx: Any, graphs: Callable[[str], Graphs], tmp
     path = edited(graphs("fp16"), tmp_path, no_mask)
     network, *_ = kept = read(rtx, path)
     layers = [network.get_layer(i) for i in range(network.num_layers)]
-    with pytest.raises(EagleError, match=r"layers.1.self_attn/Attention\S* came out with no mask"):
+    with pytest.raises(EagleError, match=r"layers.1.self_attn/Attention\S* came out without a mask"):
         _check_masks(rtx.module, layers, path)
     del kept
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fp8ref import PROMPTS, TREE
 from tiny import modules_of
 
 from eagle_export.fp8 import Scales, calibrate
 from eagle_export.reference import Modules
-from eagle_run.tree import TreeShape
-
-PROMPTS = ((2, 17, 9, 40, 33, 3), (2, 8, 61, 3), (2, 70, 71, 5, 6, 22, 41, 13, 3))
-TREE = TreeShape.dynamic(3, 2, 6)
 
 
 @pytest.fixture(scope="session")

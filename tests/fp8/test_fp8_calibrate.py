@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from conftest import PROMPTS, TREE  # type: ignore[attr-defined]
+from fp8ref import PROMPTS, TREE
 from torch import Tensor, nn
 
 from eagle_export.fp8 import Scales, calibrate

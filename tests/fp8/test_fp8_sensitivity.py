@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROMPTS  # type: ignore[attr-defined]
+from fp8ref import PROMPTS
 from tiny import modules_of
 
 from eagle_export.fp8 import calibrate, choose
