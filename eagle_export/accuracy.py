@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -21,6 +22,7 @@ from eagle_export.reference import Modules, eager_graphs
 from eagle_run.backends.base import Graph
 from eagle_run.bundle import AccuracyInfo, Limits
 from eagle_run.dataset import read_questions
+from eagle_run.engine import one_torch_thread
 from eagle_run.errors import EagleError
 from eagle_run.loop import Decoder, Request, Stats
 from eagle_run.prefill import fill, kv_bucket
@@ -144,8 +146,9 @@ def measure(
         answers += _answers(decode, group, shape, expected)
     if tree is not None:
         decode = decoder(graphs)
-        for group in report.track(groups, "answer in the bundle's precision"):
-            _answers(decode, group, shape, found)
+        with one_torch_thread() if backend == "onnxruntime" else nullcontext():
+            for group in report.track(groups, "answer in the bundle's precision"):
+                _answers(decode, group, shape, found)
     del decode  # and its caches
 
     sums = _Sums()

@@ -1,4 +1,4 @@
-"""bf16 and fp8 graphs are held to their source weights, sharply, on a CPU that computes neither."""
+"""Graphs below float32 are held to their source weights, sharply, on a CPU that computes neither."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ from eagle_export.sources import (
 from eagle_run.bundle import Bundle, load_bundle
 from eagle_run.errors import EagleError
 
-KINDS = {"bf16": ("bf16", "fp16"), "fp8": ("fp8", "fp16"), "fp8 on bf16": ("fp8", "bf16")}
+KINDS = {
+    "fp16": ("fp16", "fp16"),
+    "bf16": ("bf16", "fp16"),
+    "fp8": ("fp8", "fp16"),
+    "fp8 on bf16": ("fp8", "bf16"),
+}
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections import namedtuple
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,8 +11,7 @@ from bundlemaker import DRAFT_VOCAB, VOCAB, byte_tokenizer, write_bundle
 from bundlewriting import fill, names, spec, write
 from safetensors.torch import save_file
 
-from eagle_export import writer as writers
-from eagle_export.writer import BundleWriter, check_place, require_space
+from eagle_export.writer import BundleWriter, check_place
 from eagle_run.bundle import FileEntry, load_bundle
 from eagle_run.errors import EagleError, UsageError
 from eagle_run.text import Text
@@ -170,15 +168,7 @@ def test_a_tokenizer_that_changes_on_saving_is_refused(
         writer.copy_tokenizer(model)
 
 
-# --- room ----------------------------------------------------------------------------------------------
-
-
-def test_room_is_checked_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(writers.shutil, "disk_usage", lambda path: usage(10**10, 0, 2 * 10**9))
-    require_space(tmp_path / "not/there/yet", 2 * 10**9)
-    with pytest.raises(EagleError, match=r"about 2\.5 GB are needed, 2\.0 GB are free"):
-        require_space(tmp_path / "not/there/yet", 2_500_000_000)
+# --- vocabulary map ----------------------------------------------------------------------------------
 
 
 def test_the_vocabulary_map_is_int64(tmp_path: Path) -> None:
