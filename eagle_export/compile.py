@@ -39,12 +39,13 @@ def compile_bundle(path: Path, options: EngineOptions, report: Report, *, out: P
         )
     options.check(graphs[0].precision)
     capabilities = check_architectures(options.backend, graphs[0].precision, options.target_arch)
+    names = options.profile_names(graphs[0].precision)
     needed = estimate(
         weigh_bundle(bundle),
         graphs[0].precision,
         exports=False,
         profiles={
-            graph.graph: len(choose_profiles(graph.graph, manifest.limits, manifest.tree, options.profiles))
+            graph.graph: len(choose_profiles(graph.graph, manifest.limits, manifest.tree, names))
             for graph in graphs
         },
     )
@@ -85,7 +86,7 @@ def compile_graphs(
             out=writer.file(file),
             spec=graph.spec(),
             precision=graph.precision,
-            profiles=choose_profiles(graph.graph, limits, tree, options.profiles),
+            profiles=choose_profiles(graph.graph, limits, tree, options.profile_names(graph.precision)),
             settings=settings,
         )
         with report.bar(f"compile {graph.graph} for {' '.join(map(arch_name, capabilities))}") as update:

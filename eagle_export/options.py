@@ -43,6 +43,17 @@ class EngineOptions:
     def compiles(self) -> bool:
         return self.backend != "onnxruntime"
 
+    def profile_names(self, precision: str) -> tuple[str, ...]:
+        """The profiles asked for; empty for all that a graph can use.
+
+        FP8 has no kernels of its own for plain decoding unless they are asked for: kernels that sum in
+        another order differ in a last bit, and rounding to FP8 makes that grow until plain decoding and a
+        tree answer differently (docs/log.md).
+        """
+        if self.profiles or precision != "fp8":
+            return self.profiles
+        return tuple(name for name in PROFILES if name != "plain")
+
     def check(self, precision: str) -> None:
         """Raises for a backend that cannot be, and for what this backend or these GPUs cannot do."""
         if self.backend not in BACKENDS:

@@ -109,15 +109,14 @@ def estimate_plan(plan: Plan) -> Estimate:
         return estimate(graphs, plan.precision, calibrates=calibrates, measures=measures)
     from eagle_export.engines.profiles import choose_profiles
 
-    engine = plan.engine
+    names = plan.engine.profile_names(plan.precision)
     return estimate(
         graphs,
         plan.precision,
         calibrates=calibrates,
         measures=measures,
         profiles={
-            graph.name: len(choose_profiles(graph.name, plan.limits, plan.tree, engine.profiles))
-            for graph in graphs
+            graph.name: len(choose_profiles(graph.name, plan.limits, plan.tree, names)) for graph in graphs
         },
     )
 

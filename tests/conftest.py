@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,3 +112,24 @@ def smollm2_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
 
     out = tmp_path_factory.mktemp("bundles") / "smollm2-135m-eagle3"
     return build(BuildOptions(target="smollm2-135m", out=out), Report(quiet=True)).bundle.path
+
+
+@pytest.fixture(scope="session")
+def smollm2_fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo bundle in fp8, calibrated on a few short answers. Do not write into it."""
+    from eagle_export.build import build
+    from eagle_export.options import BuildOptions, Fp8Options
+    from eagle_export.progress import Report
+
+    folder = tmp_path_factory.mktemp("fp8")
+    prompts = folder / "prompts.jsonl"
+    texts = ("Name three trees.", "What is 17 + 25?", "Write a line of Python that sorts a list.")
+    prompts.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts))
+    options = BuildOptions(
+        target="smollm2-135m",
+        precision="fp8",
+        fp8=Fp8Options(prompts=prompts),
+        measure=False,
+        out=folder / "bundle",
+    )
+    return build(options, Report(quiet=True)).bundle.path

@@ -8,7 +8,7 @@ prefill   a chunk of the prompt: many rows, one row of logits. Without it prompt
 verify    a tree of nodes, with logits for each of them.
 plain     one row. Its fixed size lets the compiler take a decode kernel for attention (a matrix-vector
           product) where the others have the prefill kernel; plain decoding is what a speedup is measured
-          against, so it must not be handicapped.
+          against, so it must not be handicapped. Not in fp8 unless asked for (EngineOptions.profile_names).
 draft     the draft's levels and its prime: few rows. The draft graph's counterpart of verify.
 fuse      the only one of the fuse graph, which is a single product.
 

@@ -189,6 +189,7 @@ def open_engine(
         batch=batch,
         draft_to_target=_vocabulary(bundle) if has_head else None,
         device=device,
+        precision=bundle.artifact("target").precision,
     )
     text = Text.load(bundle.tokenizer_dir)
     decoder = Decoder(

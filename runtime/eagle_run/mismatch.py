@@ -1,7 +1,12 @@
 """Why two answers that should be equal are not: a tie that rounding decided, or a fault.
 
-A forward over N rows sums in another order than a forward over one, so float32 logits move by about 1e-5
-of their size. Where two tokens are that close the choice is open; such ties are reported, never hidden.
+A forward over N rows sums in another order than a forward over one, and so does a node of a tree whose rows
+are not side by side: float32 logits move by about 1e-5 of their size. Where two tokens are that close the
+choice is open; such ties are reported, never hidden.
+
+Narrower types round such a last bit to another number, and FP8 to one that is 6% off, which grows from layer
+to layer. Ties are as wide as that was seen to move logits, with room; a wrong mask or cache moves them by
+whole numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +24,9 @@ from eagle_run.rng import TOKEN, uniform
 from eagle_run.sampling import SamplingSettings, distribution, stack, to_weights
 from eagle_run.session import Session
 
-TIE = 1e-4
+# By precision, of logits at temperature 0 and of probability above it.
+TIES = {"fp32": (1e-4, 1e-4), "fp16": (0.05, 0.05), "bf16": (0.5, 0.3), "fp8": (1.0, 0.3)}
+TIE = TIES["fp32"][0]
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,7 @@ class Mismatch:
     `position` counts the answer's tokens from 0; a token is None where that answer had ended. `gap` is how
     far the plain logits of this position are from giving both tokens: at temperature 0 the logit that the
     lower one lacks to the top, at T > 0 the probability by which the coin misses its interval; None where an
-    answer ended. `tie`: the gap is at most 1e-4.
+    answer ended. `tie`: the gap is within TIES of the session's precision.
     """
 
     position: int
@@ -55,7 +62,8 @@ def find_mismatch(
         return Mismatch(position, a, b, None, tie=False)
     prefix = (*request.prompt, *plain[:position])
     gap = _gap(next_logits(session, prefix, chunk=chunk), (a, b), request.sampling, len(prefix))
-    return Mismatch(position, a, b, gap, tie=gap <= TIE)
+    widest = TIES[session.precision][request.sampling.temperature > 0]
+    return Mismatch(position, a, b, gap, tie=gap <= widest)
 
 
 def next_logits(session: Session, tokens: Sequence[int], *, chunk: int) -> Tensor:

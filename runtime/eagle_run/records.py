@@ -114,7 +114,7 @@ class QuantizationInfo(Record):
     kept: patterns of the linear layers that stayed in 16 bit. scales: file of the scales, for the next build.
     """
 
-    source: Literal["calibrated", "modelopt", "compressed-tensors"]
+    source: Literal["calibrated", "modelopt", "compressed-tensors", "fp8"]
     base: Literal["fp16", "bf16", "fp32"]
     tokens: Size
     linears: Size

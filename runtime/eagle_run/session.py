@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from eagle_run.backends.base import Graph, GraphSpec, Run
+from eagle_run.backends.base import Graph, GraphSpec, Run, TensorSpec
 from eagle_run.backends.checks import DTYPES
 from eagle_run.errors import EagleError
 from eagle_run.grow import TreeTables
@@ -78,6 +78,10 @@ class Session:
     `graphs` holds "target" and, for speculative decoding, "draft" and (unless the head has none) "fuse".
     `draft_to_target` i64 [Vd] maps draft vocabulary ids to target ids. Without a draft only plain decoding
     is possible. Raises EagleError when graphs of different models are put together.
+
+    `precision` of the graphs: in fp8 a target forward of one row gets a second one beside it. Backends have
+    other kernels for a single row, which sum in another order, and rounding to FP8 makes such a last bit grow
+    until plain decoding and a draft answer differently. With two rows at least, rows agree bit for bit.
     """
 
     def __init__(
@@ -87,7 +91,10 @@ class Session:
         batch: int,
         draft_to_target: Tensor | None = None,
         device: str = "cpu",
+        precision: str = "fp32",
     ) -> None:
+        self.precision = precision
+        self.min_rows = 2 if precision == "fp8" else 1
         self.graphs = dict(graphs)
         self.batch = batch
         self.device = torch.device(device)
@@ -167,7 +174,10 @@ class Session:
 
     def _bind(self, name: str, cache: Tensor | None, sizes: dict[str, int]) -> Forward:
         graph = self.graphs[name]
-        sizes = {"B": self.batch, **sizes}
+        rows = sizes["T"]
+        alone = name == "target" and self.batch * rows < self.min_rows
+        more = {"T": self.min_rows, "R": self.min_rows} if alone else {}
+        sizes = {"B": self.batch, **sizes, **more}
         tensors: dict[str, Tensor] = {}
         for spec in (*graph.spec.inputs, *graph.spec.outputs):
             if cache is not None and spec.name.startswith(("past_", "present_")):
@@ -176,11 +186,19 @@ class Session:
                 shape = tuple(sizes[axis] if isinstance(axis, str) else axis for axis in spec.shape)
                 tensors[spec.name] = self._buffer(name, spec.name, shape, DTYPES[spec.dtype])
         run = self.clock.timed(name, graph.bind(tensors))
-        return Forward(
-            inputs={spec.name: tensors[spec.name] for spec in graph.spec.inputs},
-            outputs={spec.name: tensors[spec.name] for spec in graph.spec.outputs},
-            run=run,
-        )
+        if alone:
+            tensors["tree_mask"][..., 0] = True  # a row that sees nothing would be NaN
+
+        def shown(specs: tuple[TensorSpec, ...]) -> dict[str, Tensor]:
+            """Without the row that was added."""
+            views = {spec.name: tensors[spec.name] for spec in specs}
+            for spec in specs if alone else ():
+                for axis, size in enumerate(spec.shape):
+                    if size in more:
+                        views[spec.name] = views[spec.name].narrow(axis, 0, rows)
+            return views
+
+        return Forward(shown(graph.spec.inputs), shown(graph.spec.outputs), run)
 
     def _buffer(self, graph: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Forwards that differ only in other axes share a buffer: only one forward runs at a time."""

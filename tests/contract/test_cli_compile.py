@@ -68,7 +68,7 @@ def test_a_build_in_fp8_has_engines_scales_and_figures(
     target = made["target"]
     assert target.file == "engines/target.tensorrt-rtx-sm89.engine"
     assert target.compute_capabilities == ("8.9",)
-    assert [profile.name for profile in target.engine.profiles] == ["prefill", "verify", "plain"]
+    assert [profile.name for profile in target.engine.profiles] == ["prefill", "verify"]
     for profile in target.engine.profiles:
         assert profile.layers.gemms["fp8"] == 4 * SIZES.layers
         assert sum(profile.layers.attention.values()) == SIZES.layers

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from enginemaker import ADA, BLACKWELL, LAYERS, LIMITS, TREE, Graphs
 
-from eagle_export.engines.compile import compile_engine
+from eagle_export.engines.compile import compile_engine, weight_bytes
 from eagle_export.engines.profiles import choose_profiles
 from eagle_export.engines.request import EngineSettings
+from eagle_run.bundle import load_bundle
 from eagle_run.records import LayerSummary
 
 pytestmark = pytest.mark.usefixtures("rtx")
@@ -130,7 +131,6 @@ def test_smollm2_for_one_profile_and_one_gpu(tmp_path: Path) -> None:
     import torch
 
     from eagle_export import recipe as recipes
-    from eagle_export.engines.compile import weight_bytes
     from eagle_export.graphs.target import export_target
     from eagle_export.reference import load_modules
 
@@ -152,3 +152,22 @@ def test_smollm2_for_one_profile_and_one_gpu(tmp_path: Path) -> None:
     assert layers.attention == {"_gemm_mha_v2": 30}
     assert layers.gemms == {"fp16": 121}
     assert (engine.info.attention_layers, engine.info.cache_updates) == (30, 60)
+
+
+@pytest.mark.real
+def test_smollm2_in_fp8_for_one_profile_and_one_gpu(smollm2_fp8: Path, tmp_path: Path) -> None:
+    """Every linear product in FP8, lm_head in 16 bit, and at most a fifth larger than the weights."""
+    bundle = load_bundle(smollm2_fp8)
+    artifact, limits = bundle.artifact("target"), bundle.manifest.limits
+    graphs = Graphs(smollm2_fp8 / "onnx", {"target": artifact.spec()}, "fp8")
+    request = graphs.request(
+        "target",
+        tmp_path / "e",
+        profiles=choose_profiles("target", limits, bundle.manifest.tree, ("verify",)),
+        settings=EngineSettings((ADA,)),
+    )
+    engine = compile_engine(request)
+    assert engine.file_bytes <= 1.2 * weight_bytes(smollm2_fp8 / "onnx/target.onnx")
+    layers = layers_of(engine)["verify"]
+    assert layers.gemms == {"fp8": 120, "fp16": 1}
+    assert sum(layers.attention.values()) == 30

@@ -232,7 +232,7 @@ def test_what_an_engine_cannot_be_is_refused(tmp_path: Path, path: str, value: A
         ("accuracy.tokens", 0, "greater than or equal to 1"),
         ("accuracy.kl", -0.1, "greater than or equal to 0"),
         ("accuracy.perplexity", 0.9, "greater than or equal to 1"),
-        ("quantization.source", "guessed", "'calibrated', 'modelopt' or 'compressed-tensors'"),
+        ("quantization.source", "guessed", "'modelopt', 'compressed-tensors' or 'fp8'"),
         ("quantization.base", "fp8", "'fp16', 'bf16' or 'fp32'"),
     ],
 )

@@ -1,0 +1,47 @@
+"""A real model in fp8: a draft changes no token, although a last bit would change many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eagle_run.engine import Engine, open_engine
+from eagle_run.loop import Request
+from eagle_run.sampling import SamplingSettings
+from eagle_run.tree import TreeShape
+
+pytestmark = pytest.mark.real
+TEXTS = ("Describe a lighthouse in two sentences.", "What is 12 times 13?")
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2_fp8: Path) -> Engine:
+    return open_engine(smollm2_fp8)
+
+
+def requests(engine: Engine, temperature: float) -> list[Request]:
+    sampling = SamplingSettings(temperature=temperature, seed=11)
+    return [engine.request(text, max_new_tokens=32, sampling=sampling) for text in TEXTS]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("depth", [1, 4])
+def test_a_chain_changes_no_token(engine: Engine, temperature: float, depth: int) -> None:
+    """Bit for bit: every forward has two rows or more, and the rows of a chain lie side by side."""
+    for request in requests(engine, temperature):
+        plain = engine.decode([request], TreeShape.plain())
+        drafted = engine.decode([request], TreeShape.chain(depth))
+        assert drafted.tokens == plain.tokens
+        assert drafted.stats.tokens_per_round > 1
+
+
+def test_one_row_alone_is_another_model(engine: Engine) -> None:
+    """Why the row is added: without it plain decoding parts from the draft's answers."""
+    parted = 0
+    for request in requests(engine, 0.0):
+        with_two = engine.decode([request], TreeShape.plain()).tokens
+        alone = open_engine(engine.bundle.path)
+        alone.decoder.session.min_rows = 1
+        parted += alone.decode([request], TreeShape.plain()).tokens != with_two
+    assert parted
