@@ -95,7 +95,18 @@ def fp8_options(function: F) -> F:
             help="fp8: linear layers to leave in 16 bit, e.g. '*.down_proj'. May be repeated; "
             "`eagle-export sensitivity` says which are worth it.",
         ),
-        click.option("--quantize-lm-head", "lm_head", is_flag=True, help="fp8: quantise lm_head as well."),
+        click.option(
+            "--quantize-lm-head",
+            "lm_head",
+            is_flag=True,
+            help="fp8: quantise lm_head too, if its weight is not shared with the embedding.",
+        ),
+        click.option(
+            "--quantize-fuse",
+            "fuse",
+            is_flag=True,
+            help="fp8: quantise the product over target features too.",
+        ),
         click.option(
             "--fp8-base",
             "base",
@@ -130,7 +141,9 @@ def take_engine(values: dict[str, Any]) -> EngineOptions:
 
 def take_fp8(values: dict[str, Any]) -> Fp8Options:
     """Takes the options of `fp8_options` out of a command's values."""
-    return Fp8Options(**{name: values.pop(name) for name in ("keep", "lm_head", "base", "scales", "prompts")})
+    return Fp8Options(
+        **{name: values.pop(name) for name in ("keep", "lm_head", "fuse", "base", "scales", "prompts")}
+    )
 
 
 def _names(value: str | None, flag: str) -> tuple[str, ...]:

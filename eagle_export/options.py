@@ -103,7 +103,7 @@ ENGINE_FLAGS = {
 
 @dataclass(frozen=True)
 class Fp8Options:
-    """How FP8 is made. keep: patterns of linear layers that stay in 16 bit. lm_head: quantise that as well.
+    """How FP8 is made. keep: patterns of linear layers that stay in 16 bit. lm_head, fuse: quantise that too.
 
     base: type of everything that is not a quantised product. scales: a file of scales from an earlier build.
     prompts: questions to calibrate on, in place of our own.
@@ -111,6 +111,7 @@ class Fp8Options:
 
     keep: tuple[str, ...] = ()
     lm_head: bool = False
+    fuse: bool = False
     base: str = "fp16"
     scales: Path | None = None
     prompts: Path | None = None
@@ -119,8 +120,8 @@ class Fp8Options:
         """Raises UsageError for options of FP8 where there is none, and for those that contradict."""
         if precision != "fp8" and self != Fp8Options():
             raise UsageError(
-                f"--keep-16bit, --quantize-lm-head, --fp8-base, --scales and --calibration are for FP8, but "
-                f"the precision is {precision}",
+                "--keep-16bit, --quantize-lm-head, --quantize-fuse, --fp8-base, --scales and --calibration "
+                f"are for FP8, but the precision is {precision}",
                 hint="add --precision fp8, or leave them out",
             )
         if self.scales is not None and self.prompts is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,8 +65,18 @@ def find_quantization(plan: Plan, tokenizer: Path, report: Report) -> Quantizati
     assert scales is not None
     for note in scales.check_range(plan.dtype):
         report.note(f"note: {note}")
-    also = ("lm_head",) if plan.fp8.lm_head else ()
-    return Quantization(choose(scales, plan.fp8.keep, also), checkpoint)
+    asked = {"lm_head": plan.fp8.lm_head, "fc": plan.fp8.fuse}
+    also = [name for name, wanted in asked.items() if wanted]
+    chosen = choose(scales, plan.fp8.keep, also)
+    if "lm_head" in chosen.inputs.get("target", {}) and plan.config.tie_word_embeddings:
+        report.note("note: the target's lm_head shares its weight with the embedding and stays in 16 bit")
+        chosen = _without(chosen, "target", "lm_head")
+    return Quantization(chosen, checkpoint)
+
+
+def _without(scales: Scales, graph: str, layer: str) -> Scales:
+    layers = {name: scale for name, scale in scales.inputs[graph].items() if name != layer}
+    return replace(scales, inputs={**scales.inputs, graph: layers})
 
 
 def _calibrate(plan: Plan, tokenizer: Path, report: Report) -> Scales:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +41,13 @@ def graphs(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
         return made[name]
 
     return get
+
+
+@pytest.fixture(autouse=True)
+def _no_collection() -> Iterator[None]:
+    """TensorRT calls the logger under a lock. A garbage collection that happens to run in there and frees the
+    builder of an earlier test would wait for that lock forever."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
