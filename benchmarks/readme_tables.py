@@ -30,7 +30,11 @@ def main(check: bool) -> None:
     readme = ROOT / "README.md"
     before = readme.read_text()
     after = before
-    for file, tables in {"cpu_smollm2": CPU, "compile": {"compile": compilation}}.items():
+    for file, tables in {
+        "cpu_smollm2": CPU,
+        "compile": {"compile": compilation},
+        "precision_smollm2": {"precision": precisions},
+    }.items():
         where = ROOT / f"benchmarks/results/{file}.json"
         if where.is_file():
             results = json.loads(where.read_text())
@@ -124,6 +128,29 @@ def export(results: dict[str, Any]) -> str:
         f"{len(measured['runs'])}; {measured['process_seconds']:.0f} s as a whole process) and "
         f"{measured['peak_memory_bytes'] / 1e9:.1f} GB of memory at its peak.\n"
     )
+
+
+def precisions(results: dict[str, Any]) -> str:
+    """Of benchmarks/precision.py: a row for each variant."""
+    rows = []
+    for name, found in results["variants"].items():
+        ratio = found["tokens_per_round"] / found["reference_tokens_per_round"]
+        rows.append(
+            [
+                name,
+                f"{found['bytes'] / 1e6:.0f} MB",
+                f"{100 * found['top1_agreement']:.1f}%",
+                f"{found['kl']:.1e}",
+                f"{found['perplexity']:.2f} ({found['reference_perplexity']:.2f})",
+                f"{found['tokens_per_round']:.2f} ({100 * ratio:.0f}%)",
+            ]
+        )
+    head = [
+        *("precision", "graphs", "most likely token is float32's", "KL, nats", "perplexity (float32's)"),
+        "tokens per round (of float32's)",
+    ]
+    some = next(iter(results["variants"].values()))
+    return markdown(head, rows) + f"\n{some['tokens']} tokens of {some['prompts']} prompts and answers.\n"
 
 
 def compilation(results: dict[str, Any]) -> str:

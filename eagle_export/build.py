@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
-import platform
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,22 +10,28 @@ from typing import TYPE_CHECKING
 
 from eagle_export.compile import compile_graphs
 from eagle_export.engines.library import find_library
+from eagle_export.facts import (
+    head_info,
+    library_versions,
+    quantization_info,
+    same_vocabulary,
+    stop_tokens,
+    target_info,
+)
 from eagle_export.options import BuildOptions
 from eagle_export.plan import Plan, check_room, estimate_plan, make_plan
 from eagle_export.progress import Report, peak_memory_bytes
-from eagle_export.quantization import SCALES_FILE, Quantization, find_quantization
+from eagle_export.quantization import Quantization, find_quantization
 from eagle_export.writer import BundleWriter
-from eagle_run.bundle import TOKENIZER, AccuracyInfo, Bundle, HeadInfo, Limits, QuantizationInfo, TargetInfo
+from eagle_run.bundle import TOKENIZER, AccuracyInfo, Bundle, Limits
 
 if TYPE_CHECKING:
     from eagle_export.estimate import Estimate
     from eagle_export.graphs.export import Rewrite
-    from eagle_export.heads import LoadedHead
     from eagle_export.reference import Modules
     from eagle_run.backends.base import GraphSpec
 
 _MEASURED = (10, 32)  # prompts, and tokens of each answer; `verify` takes more
-_VERSIONS = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-gpu")
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ def build(options: BuildOptions, report: Report) -> Built:
     with BundleWriter(plan.out, force=options.force) as writer:
         with report.step("write vocabulary map and tokenizer"):  # first: a tokenizer may be no good
             writer.copy_tokenizer(plan.target.folder)
-            head = _head_info(plan, writer)
+            head = head_info(plan, writer)
         quantization = None
         if plan.precision == "fp8":
             quantization = find_quantization(plan, writer.folder / TOKENIZER, report)
@@ -62,17 +66,17 @@ def build(options: BuildOptions, report: Report) -> Built:
             compile_graphs(writer, plan.limits, plan.tree, plan.engine, report)
         with report.step("write the manifest"):
             bundle = writer.finish(
-                target=_target_info(plan),
+                target=target_info(plan),
                 head=head,
                 limits=plan.limits,
                 tree=plan.tree,
-                stop_token_ids=_stop_tokens(plan, writer.folder),
+                stop_token_ids=stop_tokens(plan, writer.folder),
                 build={
                     "seconds": round(report.total_seconds(), 2),
                     "peak_memory_bytes": peak_memory_bytes(),
                     "versions": library_versions(),
                 },
-                quantization=None if quantization is None else _quantization_info(plan, quantization, writer),
+                quantization=None if quantization is None else quantization_info(plan, quantization, writer),
                 accuracy=accuracy,
             )
     return Built(bundle, dict(report.seconds), report.total_seconds(), peak_memory_bytes())
@@ -95,7 +99,7 @@ def export_only(options: BuildOptions, report: Report) -> Path:
             quantization = find_quantization(plan, writer.folder / TOKENIZER, report)
             shutil.rmtree(writer.folder / TOKENIZER)
         _export(plan, quantization, writer.folder, report)
-        if plan.loaded is not None and not _same_vocabulary(plan.loaded):
+        if plan.loaded is not None and not same_vocabulary(plan.loaded):
             writer.write_vocab_map(plan.loaded.draft_to_target)
         if plan.out.exists():
             plan.out.rmdir()
@@ -178,22 +182,13 @@ def measure_accuracy(plan: Plan, folder: Path, report: Report) -> AccuracyInfo |
     text = Text.load(folder / TOKENIZER)
     requests = choose_requests(
         text,
-        _stop_tokens(plan, folder),
+        stop_tokens(plan, folder),
         max_seq_len=plan.limits.max_seq_len,
         limit=_MEASURED[0],
         max_new_tokens=_MEASURED[1],
     )
     shape = None if plan.tree is None else plan.tree.shape()
     return measure(graphs, reference, requests, report, limits=plan.limits, tree=shape, backend=backend)
-
-
-def library_versions() -> dict[str, str]:
-    """Versions of what took part in a build. ONNX Runtime goes by one of two names, so some are absent."""
-    versions = {"python": platform.python_version()}
-    for name in _VERSIONS:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions
 
 
 def _plan(options: BuildOptions, report: Report) -> Plan:
@@ -207,20 +202,6 @@ def _plan(options: BuildOptions, report: Report) -> Plan:
     if plan.dtype == "bf16":
         report.note("note: ONNX Runtime computes bf16 on GPUs only; on a CPU this bundle will not load")
     return plan
-
-
-def _quantization_info(plan: Plan, quantization: Quantization, writer: BundleWriter) -> QuantizationInfo:
-    """What the manifest says of FP8; writes the scales beside it, for the next build of these weights."""
-    scales = quantization.scales
-    scales.save(writer.file(SCALES_FILE))
-    return QuantizationInfo(
-        source=scales.source,  # type: ignore[arg-type]
-        base=plan.dtype,  # type: ignore[arg-type]
-        tokens=scales.tokens,
-        linears=scales.linears,
-        kept=scales.kept,
-        scales=writer.entry(SCALES_FILE),
-    )
 
 
 def _load(plan: Plan) -> Modules:
@@ -244,59 +225,3 @@ def _add_graphs(writer: BundleWriter, specs: dict[str, GraphSpec], precision: st
             opset=OPSET,
             library_version=f"onnx {importlib.metadata.version('onnx')}",
         )
-
-
-def _target_info(plan: Plan) -> TargetInfo:
-    from eagle_export.models.target import target_dims
-
-    dims = target_dims(plan.config)
-    return TargetInfo(
-        name=plan.target.name,
-        family=plan.config.model_type,
-        source=plan.target.source,
-        sha256=plan.target.sha256,
-        layers=dims.layers,
-        hidden_size=dims.hidden_size,
-        heads=dims.heads,
-        kv_heads=dims.kv_heads,
-        head_dim=dims.head_dim,
-        vocab_size=dims.vocab_size,
-    )
-
-
-def _head_info(plan: Plan, writer: BundleWriter) -> HeadInfo | None:
-    """The head's identity and sizes; writes its vocabulary map unless draft ids are target ids."""
-    if plan.head is None or plan.loaded is None:
-        return None
-    spec, table = plan.loaded.spec, plan.loaded.draft_to_target
-    return HeadInfo(
-        algorithm=spec.algorithm,  # type: ignore[arg-type]
-        dialect=spec.dialect,
-        source=plan.head.source,
-        sha256=plan.head.sha256,
-        target_sha256=plan.target.sha256,
-        layers=spec.layers,
-        hidden_size=spec.hidden_size,
-        heads=spec.heads,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        draft_vocab_size=spec.draft_vocab_size,
-        feature_layers=spec.feature_layers,
-        vocab_map=None if _same_vocabulary(plan.loaded) else writer.write_vocab_map(table),
-    )
-
-
-def _same_vocabulary(loaded: LoadedHead) -> bool:
-    """Whether draft ids are target ids, so that no map is needed."""
-    return loaded.draft_to_target.tolist() == list(range(loaded.spec.vocab_size))
-
-
-def _stop_tokens(plan: Plan, folder: Path) -> tuple[int, ...]:
-    """Where answers end: the generation config's eos_token_id, else the tokenizer's, else the config's."""
-    from eagle_run.text import Text
-
-    ids = Text.load(folder / "tokenizer").eos_token_ids
-    if not ids:
-        eos = getattr(plan.config, "eos_token_id", None)
-        ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    return tuple(sorted({token for token in ids if 0 <= token < plan.config.vocab_size}))

@@ -30,7 +30,7 @@ Send = Callable[[dict[str, Any]], None]
 def main() -> None:
     """Compiles the request on stdin. What the library prints goes to stderr, not between our lines."""
     faulthandler.enable()
-    gc.disable()  # freeing one of TensorRT's objects while it calls our logger would wait for its lock forever
+    gc.disable()  # freeing an object of TensorRT while it calls our logger would wait for its lock forever
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the other side ends us
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

@@ -30,7 +30,9 @@ def test_the_console_script_answers() -> None:
     assert done.stdout.startswith("eagle-export 0.")
 
 
-@pytest.mark.parametrize("command", ["build", "compile", "export", "inspect", "verify", "recipes", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["build", "compile", "export", "inspect", "verify", "sensitivity", "recipes", "doctor"]
+)
 def test_every_command_explains_itself(command: str, cli: Cli) -> None:
     outcome = cli(command, "--help")
     assert outcome.code == 0
@@ -240,7 +242,7 @@ import sys, time
 import eagle_export.build
 from eagle_export.cli import main
 
-def export_graphs(modules, limits, folder, report):
+def export_graphs(modules, limits, folder, report, quantization):
     (folder / "half.onnx").write_bytes(b"half")
     print("exporting", flush=True)
     time.sleep(60)

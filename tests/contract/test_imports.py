@@ -68,7 +68,9 @@ def test_help_of_run_commands_loads_nothing_heavy(command: str) -> None:
     assert not loaded & (HEAVY | {"numpy", "pydantic"})
 
 
-@pytest.mark.parametrize("command", ["build", "export", "inspect", "verify", "recipes", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["build", "compile", "export", "inspect", "verify", "sensitivity", "recipes", "doctor"]
+)
 def test_help_of_export_commands_loads_nothing_heavy(command: str) -> None:
     loaded = loaded_by(SHOW_HELP.format(module="eagle_export.cli", arguments=[command, "--help"]))
     assert not loaded & HEAVY

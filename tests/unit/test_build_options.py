@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from eagle_export import weights
-from eagle_export.build import library_versions
+from eagle_export.facts import library_versions
 from eagle_export.options import (
     PROFILES,
     BuildOptions,
