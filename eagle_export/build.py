@@ -116,6 +116,8 @@ def _export(
     specs = export_graphs(modules, plan.limits, folder, report, quantization)
     with report.step("check the graphs"):
         check_graphs(folder, specs)
+    if quantization is not None and (along := quantization.kept_along):
+        report.note(f"note: {len(along)} layers share a product with one kept in 16 bit: {along[0]}, …")
     return specs
 
 

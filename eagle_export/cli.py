@@ -280,4 +280,6 @@ def _terminate(*_: Any) -> None:
 def main() -> None:
     """The console script. SIGTERM ends it as Ctrl-C does: what is half-written goes away."""
     signal.signal(signal.SIGTERM, _terminate)
+    if hasattr(signal, "SIGHUP"):  # a closed terminal
+        signal.signal(signal.SIGHUP, _terminate)
     sys.exit(run(sys.argv[1:]))

@@ -57,7 +57,10 @@ def engine_options(default_backend: str | None) -> Callable[[F], F]:
             help=f"Shapes to tune kernels for, of {', '.join(PROFILES)}. Default: all that a graph uses.",
         ),
         click.option(
-            "--workspace", type=click.IntRange(min=1), metavar="MIB", help="Most scratch memory of a kernel."
+            "--workspace",
+            type=click.IntRange(1, 1 << 24),
+            metavar="MIB",
+            help="Most scratch memory of a kernel.",
         ),
         click.option(
             "--optimization-level", type=click.IntRange(0, 5), metavar="0-5", help="Effort of the compiler."

@@ -5,6 +5,7 @@ What compiles one graph is in engines/; here it is done for each.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from eagle_export.engines.architectures import arch_name, check_architectures
@@ -14,19 +15,23 @@ from eagle_export.engines.profiles import choose_profiles
 from eagle_export.engines.request import EngineRequest, EngineSettings
 from eagle_export.estimate import estimate, memory_here, weigh_bundle
 from eagle_export.options import EngineOptions
+from eagle_export.place import free_space
 from eagle_export.progress import Report
-from eagle_export.writer import BundleWriter, free_space
-from eagle_run.bundle import Artifact, Bundle, Limits, TreeDefaults, load_bundle
-from eagle_run.errors import EagleError
+from eagle_export.writer import BundleWriter
+from eagle_run.bundle import Artifact, Bundle, EngineProfile, Limits, TreeDefaults, load_bundle
+from eagle_run.errors import EagleError, UsageError
 
 
 def compile_bundle(path: Path, options: EngineOptions, report: Report, *, out: Path | None = None) -> Bundle:
     """Compiles every ONNX graph of the bundle at `path` and returns the bundle with the engines.
 
     With `out` the result is a new bundle there; else it takes the place of the old one when all engines are
-    done. Engines of the same backend and GPUs are replaced, others stay. An error or Ctrl-C leaves the bundle
-    as it was. Raises EagleError for a bad bundle, and for what the library or the GPU cannot do.
+    done. Engines of the same backend and GPUs are replaced, other files stay. An error or Ctrl-C leaves the
+    bundle as it was. Raises EagleError for a bad bundle, and for what the library or the GPU cannot do.
     """
+    path = path.resolve()  # a link to a bundle stays a link
+    if out is not None:
+        _check_out(out, path)
     with report.step("read the bundle"):
         bundle = load_bundle(path)
     manifest = bundle.manifest
@@ -38,18 +43,9 @@ def compile_bundle(path: Path, options: EngineOptions, report: Report, *, out: P
             hint="build it again from the weights with `eagle-export build`",
         )
     options.check(graphs[0].precision)
+    find_library(options.backend)
     capabilities = check_architectures(options.backend, graphs[0].precision, options.target_arch)
-    names = options.profile_names(graphs[0].precision)
-    needed = estimate(
-        weigh_bundle(bundle),
-        graphs[0].precision,
-        exports=False,
-        profiles={
-            graph.graph: len(choose_profiles(graph.graph, manifest.limits, manifest.tree, names))
-            for graph in graphs
-        },
-    )
-    for warning in needed.check(memory_here(), free_space(out or path), out or path):
+    for warning in _check_room(bundle, graphs, options, out):
         report.note(f"warning: {warning}")
 
     def replaced(artifact: Artifact) -> bool:
@@ -59,8 +55,7 @@ def compile_bundle(path: Path, options: EngineOptions, report: Report, *, out: P
         writer.adopt(bundle, without=replaced)
         compile_graphs(writer, manifest.limits, manifest.tree, options, report)
         with report.step("write the manifest"):
-            kept = ("target", "head", "limits", "tree", "stop_token_ids", "build", "quantization", "accuracy")
-            return writer.finish(**{name: getattr(manifest, name) for name in kept})
+            return writer.finish_like(manifest)
 
 
 def compile_graphs(
@@ -70,15 +65,8 @@ def compile_graphs(
     library = find_library(options.backend)
     for graph in _onnx(writer.artifacts):
         capabilities = check_architectures(options.backend, graph.precision, options.target_arch)
-        settings = EngineSettings(
-            capabilities=capabilities,
-            hardware_compatibility=options.hardware_compatibility,
-            version_compatible=options.version_compatible,
-            workspace_mib=options.workspace,
-            optimization_level=options.optimization_level,
-            timing_cache=options.timing_cache,
-        )
-        file = f"engines/{graph.graph}.{options.backend}-{'-'.join(map(arch_name, capabilities))}.engine"
+        arches = [arch_name(capability) for capability in capabilities]
+        file = f"engines/{graph.graph}.{options.backend}-{'-'.join(arches)}.engine"
         request = EngineRequest(
             backend=library.backend,
             graph=graph.graph,
@@ -86,10 +74,17 @@ def compile_graphs(
             out=writer.file(file),
             spec=graph.spec(),
             precision=graph.precision,
-            profiles=choose_profiles(graph.graph, limits, tree, options.profile_names(graph.precision)),
-            settings=settings,
+            profiles=_profiles(graph, limits, tree, options),
+            settings=EngineSettings(
+                capabilities=capabilities,
+                hardware_compatibility=options.hardware_compatibility,
+                version_compatible=options.version_compatible,
+                workspace_mib=options.workspace,
+                optimization_level=options.optimization_level,
+                timing_cache=options.timing_cache,
+            ),
         )
-        with report.bar(f"compile {graph.graph} for {' '.join(map(arch_name, capabilities))}") as update:
+        with report.bar(f"compile {graph.graph} for {' '.join(arches)}") as update:
             done = compile_engine(request, update)
         for warning in done.warnings:
             report.note(f"note: {warning}")
@@ -103,6 +98,41 @@ def compile_graphs(
             compute_capabilities=done.capabilities,
             engine=done.info,
         )
+
+
+def _profiles(
+    graph: Artifact, limits: Limits, tree: TreeDefaults | None, options: EngineOptions
+) -> tuple[EngineProfile, ...]:
+    names = options.profile_names(graph.precision, has_head=tree is not None)
+    return choose_profiles(graph.graph, limits, tree, names, precision=graph.precision)
+
+
+def _check_out(out: Path, path: Path) -> None:
+    place = out.resolve()
+    if place == path or path in place.parents:
+        raise UsageError(
+            f"--out {out} is the bundle itself, or inside it",
+            hint="leave it out to add the engines to the bundle",
+        )
+    if place.exists() and (place.is_file() or any(place.iterdir())):
+        raise EagleError(
+            f"{out} already exists; it is left alone", hint="choose another place, or leave --out away"
+        )
+
+
+def _check_room(
+    bundle: Bundle, graphs: list[Artifact], options: EngineOptions, out: Path | None
+) -> tuple[str, ...]:
+    """Warnings on memory. Raises EagleError when the disk is too small, also for the copies with `out`."""
+    manifest = bundle.manifest
+    profiles: dict[str, int] = {
+        g.graph: len(_profiles(g, manifest.limits, manifest.tree, options)) for g in graphs
+    }
+    needed = estimate(weigh_bundle(bundle), graphs[0].precision, exports=False, profiles=profiles)
+    copies = 0 if out is None else sum(entry.bytes for entry in manifest.files())
+    place = out or bundle.path
+    needed = replace(needed, disk_bytes=needed.disk_bytes + copies)
+    return needed.check(memory_here(), free_space(place), place)
 
 
 def _onnx(artifacts: tuple[Artifact, ...]) -> list[Artifact]:

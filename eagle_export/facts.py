@@ -30,14 +30,14 @@ def library_versions() -> dict[str, str]:
 
 def quantization_info(plan: Plan, quantization: Quantization, writer: BundleWriter) -> QuantizationInfo:
     """What the manifest says of FP8; writes the scales beside it, for the next build of these weights."""
-    scales = quantization.scales
+    scales = quantization.known
     scales.save(writer.file(SCALES_FILE))
     return QuantizationInfo(
         source=scales.source,  # type: ignore[arg-type]
         base=plan.dtype,  # type: ignore[arg-type]
         tokens=scales.tokens,
-        linears=scales.linears,
-        kept=scales.kept,
+        linears=quantization.linears,
+        kept=quantization.chosen.kept,
         scales=writer.entry(SCALES_FILE),
     )
 

@@ -43,14 +43,14 @@ class EngineOptions:
     def compiles(self) -> bool:
         return self.backend != "onnxruntime"
 
-    def profile_names(self, precision: str) -> tuple[str, ...]:
+    def profile_names(self, precision: str, *, has_head: bool) -> tuple[str, ...]:
         """The profiles asked for; empty for all that a graph can use.
 
-        FP8 has no kernels of its own for plain decoding unless they are asked for: kernels that sum in
+        Beside a head, FP8 has no kernels of its own for plain decoding unless asked for: kernels that sum in
         another order differ in a last bit, and rounding to FP8 makes that grow until plain decoding and a
         tree answer differently (docs/log.md).
         """
-        if self.profiles or precision != "fp8":
+        if self.profiles or precision != "fp8" or not has_head:
             return self.profiles
         return tuple(name for name in PROFILES if name != "plain")
 

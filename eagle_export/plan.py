@@ -15,7 +15,7 @@ from eagle_export.options import (
     choose_limits,
     choose_tree,
 )
-from eagle_export.writer import check_place, free_space
+from eagle_export.place import check_place, free_space
 from eagle_run.bundle import Limits, TreeDefaults
 
 if TYPE_CHECKING:
@@ -109,14 +109,17 @@ def estimate_plan(plan: Plan) -> Estimate:
         return estimate(graphs, plan.precision, calibrates=calibrates, measures=measures)
     from eagle_export.engines.profiles import choose_profiles
 
-    names = plan.engine.profile_names(plan.precision)
+    names = plan.engine.profile_names(plan.precision, has_head=plan.loaded is not None)
     return estimate(
         graphs,
         plan.precision,
         calibrates=calibrates,
         measures=measures,
         profiles={
-            graph.name: len(choose_profiles(graph.name, plan.limits, plan.tree, names)) for graph in graphs
+            graph.name: len(
+                choose_profiles(graph.name, plan.limits, plan.tree, names, precision=plan.precision)
+            )
+            for graph in graphs
         },
     )
 

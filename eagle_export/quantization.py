@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_export.plan import Plan
 from eagle_export.progress import Report
+from eagle_run.errors import EagleError
 
 if TYPE_CHECKING:
-    from eagle_export.fp8 import Checkpoint, Scales
+    from eagle_export.fp8 import Checkpoint, Quantized, Scales
     from eagle_export.fp8.sensitivity import Cost
     from eagle_export.graphs.export import Rewrite
 
@@ -20,22 +21,35 @@ SCALES_FILE = "fp8_scales.json"
 
 @dataclass(frozen=True, eq=False)
 class Quantization:
-    """Chosen scales, and the FP8 checkpoint that the target comes from (None: weights are quantised here)."""
+    """All scales that are known, those that were chosen, and the FP8 checkpoint that the target comes from
+    (None: weights are quantised here). `done` fills as graphs are rewritten."""
 
-    scales: Scales
+    known: Scales
+    chosen: Scales
     checkpoint: Checkpoint | None
+    done: list[Quantized] = field(default_factory=list)
+
+    @property
+    def linears(self) -> int:
+        """Linear layers that are in FP8 in the graphs written so far."""
+        return sum(len(result.linears) for result in self.done)
+
+    @property
+    def kept_along(self) -> list[str]:
+        """Layers that stayed in 16 bit only because others of their merged product did."""
+        return [layer for result in self.done for layer in result.kept_along]
 
     def rewrite(self, graph: str) -> Rewrite | None:
         """What quantises the graph when it is exported; None if nothing in it is quantised."""
         from eagle_export.fp8 import quantize
 
-        inputs = self.scales.inputs.get(graph)
+        inputs = self.chosen.inputs.get(graph)
         if inputs is None:
             return None
         given = self.checkpoint if graph == "target" else None
 
         def rewrite(model: Any) -> None:
-            quantize(model, inputs, given)
+            self.done.append(quantize(model, inputs, given))
 
         return rewrite
 
@@ -56,12 +70,13 @@ def find_quantization(plan: Plan, tokenizer: Path, report: Report) -> Quantizati
     if plan.fp8.scales is not None:
         scales = Scales.load(plan.fp8.scales)
         scales.check_identity(plan.target.sha256, head_sha256)
+        scales = _of_these_graphs(scales, plan)
     elif checkpoint is not None and checkpoint.static and plan.loaded is None:
         scales = None  # everything is in the checkpoint
     else:
         scales = _calibrate(plan, tokenizer, report)
     if checkpoint is not None:
-        scales = checkpoint.join(scales)
+        scales = replace(checkpoint.join(scales), target_sha256=plan.target.sha256)
     assert scales is not None
     for note in scales.check_range(plan.dtype):
         report.note(f"note: {note}")
@@ -71,7 +86,21 @@ def find_quantization(plan: Plan, tokenizer: Path, report: Report) -> Quantizati
     if "lm_head" in chosen.inputs.get("target", {}) and plan.config.tie_word_embeddings:
         report.note("note: the target's lm_head shares its weight with the embedding and stays in 16 bit")
         chosen = _without(chosen, "target", "lm_head")
-    return Quantization(chosen, checkpoint)
+    return Quantization(scales, chosen, checkpoint)
+
+
+def _of_these_graphs(scales: Scales, plan: Plan) -> Scales:
+    """The scales of the graphs that this build has. Raises EagleError where those of a whole graph lack."""
+    needed = ["target"] if plan.loaded is None else ["target", "draft"]
+    for graph in needed:
+        if not scales.inputs.get(graph):
+            raise EagleError(
+                f"{plan.fp8.scales}: expected scales of {' and '.join(needed)}, found "
+                f"{', '.join(scales.inputs) or 'none'}",
+                hint="calibrate again: build without --scales",
+            )
+    graphs = (*needed, "fuse") if plan.loaded is not None else needed
+    return replace(scales, inputs={name: scales.inputs[name] for name in graphs if name in scales.inputs})
 
 
 def _without(scales: Scales, graph: str, layer: str) -> Scales:

@@ -140,7 +140,9 @@ def _open(bundle: Bundle, modules: Modules, folder: Path, threads: int) -> Engin
     graphs = eager_graphs(modules, limits.cache_rows)
     if onnx_precision(bundle) == "fp8":
         graphs = wide_graphs(bundle, folder, fp8_rows=True, threads=threads)
-    session = Session(graphs, batch=1, draft_to_target=modules.draft_to_target)
+    session = Session(
+        graphs, batch=1, draft_to_target=modules.draft_to_target, precision=onnx_precision(bundle)
+    )
     text = Text.load(bundle.tokenizer_dir)
     decoder = Decoder(
         session,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from eagle_export.place import check_place, disk_full, swap
 from eagle_run.backends.base import GraphSpec
 from eagle_run.bundle import (
     MANIFEST,
@@ -46,12 +46,6 @@ _TOKENIZER_FILES = (
     "generation_config.json",
 )
 _PROBE = "Hello, wörld!\n\n1. 2 + 2 = 4 🙂"
-
-
-def free_space(path: Path) -> int:
-    """Bytes that are free on the disk that will hold `path`."""
-    there = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
-    return shutil.disk_usage(there).free
 
 
 class BundleWriter:
@@ -91,7 +85,7 @@ class BundleWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
-        if error is not None and _disk_full(error):
+        if error is not None and disk_full(error):
             raise EagleError(
                 f"{self.path}: the disk is full; nothing was kept",
                 hint="free some disk space, or choose another place with --out",
@@ -156,6 +150,8 @@ class BundleWriter:
     def adopt(self, bundle: Bundle, *, without: Callable[[Artifact], bool] = lambda _: False) -> None:
         """Takes over the files of a finished bundle, except the artifacts that `without` is true for.
 
+        A user's own files beside them come along when the bundle is being replaced.
+
         A bundle that is being replaced is linked where the disk allows it, anything else is copied. Raises
         EagleError when it cannot be read.
         """
@@ -163,17 +159,21 @@ class BundleWriter:
         dropped = {e.path for a in bundle.manifest.artifacts if without(a) for e in a.files}
         dropped -= {entry.path for artifact in kept for entry in artifact.files}
         replaced = bundle.path.resolve() == self.path.resolve()
-        for entry in bundle.manifest.files():
-            place = self.file(entry.path)
-            if entry.path in dropped or place.exists():
-                continue
+        names = {entry.path for entry in bundle.manifest.files()} - dropped
+        if replaced:
+            shutil.copymode(bundle.path, self.folder)
+            there = (path for path in bundle.path.rglob("*") if path.is_file())
+            names |= {str(path.relative_to(bundle.path)) for path in there} - dropped - {MANIFEST}
+        for name in sorted(names):
+            place = self.file(name)
             try:
-                (os.link if replaced else shutil.copyfile)(bundle.path / entry.path, place)
+                (os.link if replaced else shutil.copyfile)(bundle.path / name, place)
             except OSError as error:
-                if _disk_full(error) or not replaced:
+                if disk_full(error) or not replaced:
                     raise
-                shutil.copyfile(bundle.path / entry.path, place)  # a file system without links
-            remember_sha256({place: entry.sha256})
+                shutil.copyfile(bundle.path / name, place)  # a file system without links
+        known = {entry.path: entry.sha256 for entry in bundle.manifest.files()}
+        remember_sha256({self.folder / name: known[name] for name in names if name in known})
         self._artifacts = kept
         self._tokenizer = list(bundle.manifest.tokenizer)
 
@@ -190,7 +190,7 @@ class BundleWriter:
             tokenizer = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False)
             tokenizer.save_pretrained(target)
         except Exception as error:
-            if _disk_full(error):
+            if disk_full(error):
                 raise
             hint = "the folder must hold tokenizer.json (or tokenizer.model) and tokenizer_config.json"
             if (model_folder / "tokenizer.model").is_file() and not (
@@ -227,6 +227,13 @@ class BundleWriter:
         path.chmod(0o644)  # safetensors writes for the owner alone; a bundle is for everyone who may see it
         return self.entry(relative)
 
+    def finish_like(self, manifest: Manifest) -> Bundle:
+        """`finish` with everything of an adopted bundle's manifest that is not the writer's own."""
+        own = {"schema_version", "name", "created", "tool_version", "tokenizer", "artifacts"}
+        return self.finish(
+            **{name: getattr(manifest, name) for name in Manifest.model_fields if name not in own}
+        )
+
     def finish(self, **fields: Any) -> Bundle:
         """Writes the manifest, checks the whole bundle as the runtime would, and puts it in place.
 
@@ -247,53 +254,6 @@ class BundleWriter:
             raise explain(error, Manifest, f"manifest of {self.path}") from None
         self.file(MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
         load_bundle(self.folder)
-        _swap(self.folder, self.path)
+        swap(self.folder, self.path)
         remember_sha256({self.path / entry.path: entry.sha256 for entry in manifest.files()})
         return Bundle(self.path, manifest)
-
-
-def check_place(path: Path, *, force: bool) -> None:
-    """Raises EagleError unless a bundle may be written to `path`: free, empty, or a bundle to be replaced."""
-    if path.is_file():
-        raise EagleError(f"{path} is a file; expected a folder to write the bundle to")
-    if not path.is_dir() or not any(path.iterdir()):
-        return
-    if not (path / MANIFEST).is_file():
-        raise EagleError(
-            f"{path} holds files that are not a bundle; it is left alone",
-            hint="choose another place with --out, or empty the folder yourself",
-        )
-    if not force:
-        raise EagleError(f"{path} already holds a bundle; it is kept", hint="pass --force to replace it")
-
-
-def _swap(new: Path, place: Path) -> None:
-    """Renames `new` to `place`; what was there is moved aside first and restored if that fails."""
-    aside = place.with_name(f"{place.name}.old-{os.getpid()}")
-    try:
-        if place.exists():
-            place.rename(aside)
-        new.rename(place)
-    except BaseException as error:
-        if aside.exists() and not place.exists():
-            aside.rename(place)
-        if isinstance(error, OSError):
-            raise EagleError(
-                f"{place}: the finished bundle cannot be put in place: {error.strerror}"
-            ) from error
-        raise
-    if aside.is_symlink():
-        aside.unlink()  # only the link was ours to replace
-    else:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _disk_full(error: BaseException | None) -> bool:
-    """Whether an error, or one behind it, says that no space is left (some only in words)."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        if "No space left on device" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

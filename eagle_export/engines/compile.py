@@ -105,12 +105,15 @@ def _talk(
     last: dict[str, Any] = {}
     log: list[str] = []
     for line in process.stdout:
-        message = json.loads(line)
+        try:
+            message = json.loads(line)
+        except ValueError:  # half a line of a process that was killed
+            continue
         if "progress" in message:
             if on_progress is not None:
                 on_progress(*message["progress"])
         elif "log" in message:
-            log.append(message["log"])
+            log = [message["log"]]  # the last words are enough
         else:
             last = message
     return last, log
@@ -136,6 +139,10 @@ def _explain(
             f"ran out: about {needed / 1e9:.1f} GB are needed{said}",
             hint="close other programs, add swap, or compile on a machine with more memory "
             "(tensorrt-rtx needs no GPU)",
+        )
+    if code == -signal.SIGTERM:
+        return EagleError(
+            f"the compiler was told to end while it compiled the {request.graph} graph", hint="run it again"
         )
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"

@@ -6,9 +6,10 @@ smaller than several engines. What each of them buys:
 prefill   a chunk of the prompt: many rows, one row of logits. Without it prompts run in kernels tuned for
           the few rows of a tree, and with scratch memory for the logits of one.
 verify    a tree of nodes, with logits for each of them.
-plain     one row. Its fixed size lets the compiler take a decode kernel for attention (a matrix-vector
-          product) where the others have the prefill kernel; plain decoding is what a speedup is measured
-          against, so it must not be handicapped. Not in fp8 unless asked for (EngineOptions.profile_names).
+plain     one row (two in fp8, where a lone row is joined by another). Its fixed size lets the compiler take a
+          decode kernel for attention (a matrix-vector product) where the others have the prefill kernel;
+          plain decoding is what a speedup is measured against. Beside a head not in fp8, where other kernels
+          would give other answers (EngineOptions.profile_names).
 draft     the draft's levels and its prime: few rows. The draft graph's counterpart of verify.
 fuse      the only one of the fuse graph, which is a single product.
 
@@ -31,7 +32,12 @@ _TUNED_ROWS = 8  # `eagle-run --tree auto` times the fuse graph with up to this 
 
 
 def choose_profiles(
-    graph: str, limits: Limits, tree: TreeDefaults | None, names: Sequence[str] = ()
+    graph: str,
+    limits: Limits,
+    tree: TreeDefaults | None,
+    names: Sequence[str] = (),
+    *,
+    precision: str = "fp16",
 ) -> tuple[EngineProfile, ...]:
     """The profiles of one graph ("target", "draft" or "fuse"), in the engine's order.
 
@@ -58,7 +64,8 @@ def choose_profiles(
             "the profile plain holds one row only, so it cannot serve prompts",
             hint="add prefill or verify to the profiles",
         )
-    return _cached(graph, limits, tree, wanted or usable[-1:])
+    alone = 2 if precision == "fp8" else 1  # rows of plain decoding: see Session
+    return _cached(graph, limits, tree, wanted or usable[-1:], alone)
 
 
 def fits(profile: EngineProfile, sizes: Mapping[str, int]) -> bool:
@@ -67,7 +74,7 @@ def fits(profile: EngineProfile, sizes: Mapping[str, int]) -> bool:
 
 
 def _cached(
-    graph: str, limits: Limits, tree: TreeDefaults | None, wanted: Sequence[str]
+    graph: str, limits: Limits, tree: TreeDefaults | None, wanted: Sequence[str], alone: int
 ) -> tuple[EngineProfile, ...]:
     """Profiles of a graph with a KV cache."""
     rows = limits.cache_rows if graph == "target" else limits.draft_cache_rows
@@ -86,7 +93,7 @@ def _cached(
             "T": _range(tuned, nodes if "prefill" in wanted else max(chunk, nodes)),
             "R": _range(tuned, nodes),
         },
-        "plain": {"T": _range(1, 1), "R": _range(1, 1)},
+        "plain": {axis: AxisRange(min=alone, opt=alone, max=alone) for axis in ("T", "R")},
     }
     return tuple(EngineProfile(name=name, axes={**shared, **made[name]}) for name in wanted)
 

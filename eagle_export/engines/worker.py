@@ -48,7 +48,7 @@ def main() -> None:
     except MemoryError:
         send({"error": {"kind": "memory"}})
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         send({"error": {"kind": "disk", "message": str(error)}})
 

@@ -8,13 +8,16 @@ rows of a forward would make a row's result depend on its neighbours, and verify
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from eagle_run.errors import EagleError, UsageError
+from pydantic import TypeAdapter
+
+from eagle_run.errors import EagleError, UsageError, first_line
 
 LARGEST = 448.0  # of E4M3
 DEFAULT_KEPT = ("lm_head", "fc")  # 16 bit unless asked for: few rows, or what everything else reads
@@ -22,6 +25,8 @@ DEFAULT_KEPT = ("lm_head", "fc")  # 16 bit unless asked for: few rows, or what e
 _RANGE = {"fp16": 65504.0}
 _ROOM = 30000.0
 _FORMAT = 1
+_LEAST, _MOST = 2.0**-126, 3.4e38  # normal numbers of float32
+SOURCES = ("calibrated", "modelopt", "compressed-tensors", "fp8")
 
 
 @dataclass(frozen=True)
@@ -64,12 +69,15 @@ class Scales:
                 raise EagleError(
                     f"{path}: expected scales in format {_FORMAT}, found {found}", hint="calibrate again"
                 )
-            scales = cls(**{**data, "kept": tuple(data["kept"])})
+            scales = TypeAdapter(cls).validate_json(json.dumps(data), strict=True)
+            if scales.source not in SOURCES or not all(map(math.isfinite, scales.peaks.values())):
+                raise ValueError(f"source {scales.source!r} and peaks {dict(scales.peaks)} cannot be")
             for layers in scales.inputs.values():
                 check_positive(layers, str(path))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise EagleError(
-                f"{path}: not a file of scales: {error}", hint="make one by building with --precision fp8"
+                f"{path}: not a file of scales: {first_line(error)}",
+                hint="make one by building with --precision fp8",
             ) from None
         return scales
 
@@ -111,10 +119,12 @@ class Scales:
 
 
 def check_positive(layers: Mapping[str, float], where: str) -> None:
-    """Raises EagleError unless every scale is a positive, finite number."""
+    """Raises EagleError unless every scale is a positive, normal number of float32, as graphs store it."""
     for name, scale in layers.items():
-        if not 0 < float(scale) < float("inf"):
-            raise EagleError(f"{where}: the scale of {name} is {scale}, expected a positive number")
+        if not _LEAST <= scale <= _MOST:
+            raise EagleError(
+                f"{where}: the scale of {name} is {scale}, expected a positive number of float32"
+            )
 
 
 def choose(scales: Scales, keep: Sequence[str] = (), also: Sequence[str] = ()) -> Scales:

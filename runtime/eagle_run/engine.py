@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from eagle_run.backends.base import Graph
-from eagle_run.bundle import Bundle, GraphName, load_bundle
+from eagle_run.bundle import Artifact, Bundle, GraphName, load_bundle
 from eagle_run.errors import EagleError, UsageError
 from eagle_run.loop import Decoder, Piece, Request, Stats
 from eagle_run.sampling import SamplingSettings
@@ -233,6 +233,11 @@ def _graphs(bundle: Bundle, has_head: bool, *, device: str, threads: int) -> dic
     graphs: dict[str, Graph] = {}
     for name in names:
         artifact = bundle.artifact(name, "onnx")
+        if device == "cpu" and _has_bf16(artifact):
+            raise EagleError(
+                f"{bundle.path} is in bf16, which ONNX Runtime computes on GPUs only",
+                hint="build it in fp32 or fp16 for a CPU",
+            )
         graph = OnnxRuntimeGraph(bundle.file(artifact), name, device=device, threads=threads)
         if graph.spec != artifact.spec():
             raise EagleError(
@@ -241,6 +246,10 @@ def _graphs(bundle: Bundle, has_head: bool, *, device: str, threads: int) -> dic
             )
         graphs[name] = graph
     return graphs
+
+
+def _has_bf16(artifact: Artifact) -> bool:
+    return any(tensor.dtype == "bfloat16" for tensor in (*artifact.inputs, *artifact.outputs))
 
 
 def _vocabulary(bundle: Bundle) -> torch.Tensor:

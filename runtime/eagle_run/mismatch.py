@@ -24,8 +24,9 @@ from eagle_run.rng import TOKEN, uniform
 from eagle_run.sampling import SamplingSettings, distribution, stack, to_weights
 from eagle_run.session import Session
 
-# By precision, of logits at temperature 0 and of probability above it.
-TIES = {"fp32": (1e-4, 1e-4), "fp16": (0.05, 0.05), "bf16": (0.5, 0.3), "fp8": (1.0, 0.3)}
+# By precision, of logits at temperature 0 and of probability above it. Seen so far: 0.03 and 0.003 in fp16;
+# in fp8 0.2 and 0.07, against a single row.
+TIES = {"fp32": (1e-4, 1e-4), "fp16": (0.05, 0.02), "bf16": (0.5, 0.1), "fp8": (1.0, 0.1)}
 TIE = TIES["fp32"][0]
 
 

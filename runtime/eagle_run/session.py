@@ -81,7 +81,7 @@ class Session:
 
     `precision` of the graphs: in fp8 a target forward of one row gets a second one beside it. Backends have
     other kernels for a single row, which sum in another order, and rounding to FP8 makes such a last bit grow
-    until plain decoding and a draft answer differently. With two rows at least, rows agree bit for bit.
+    until plain decoding and a draft answer differently. With two rows at least, products agree bit for bit.
     """
 
     def __init__(

@@ -76,6 +76,14 @@ def test_a_build_in_fp8_has_engines_scales_and_figures(
     shown = cli("inspect", out)
     assert "8 fp8" in shown.out
     assert "tensorrt-rtx" in shown.out
+    kept = cli("build", *model, "--precision", "fp8", "--no-measure", "--keep-16bit", "*.down_proj",
+               "--out", tmp_path / "kept", "--scales", out / "fp8_scales.json")  # fmt: skip
+    assert kept.code == 0, kept
+    back = cli("build", *model, "--precision", "fp8", "--no-measure", "--quantize-lm-head",
+               "--out", tmp_path / "back", "--scales", tmp_path / "kept/fp8_scales.json")  # fmt: skip
+    assert back.code == 0, back  # the file has all scales, whatever was chosen
+    counts = [load_bundle(tmp_path / name).manifest.quantization.linears for name in ("kept", "back")]  # type: ignore[union-attr]
+    assert counts == [manifest.quantization.linears - 3, manifest.quantization.linears + 2]
     again = cli(*command, "--no-measure", "--scales", out / "fp8_scales.json", "--out", tmp_path / "again")
     assert again.code == 0, again
     assert "calibrate" not in again.err
@@ -90,10 +98,18 @@ def test_compile_adds_engines_and_keeps_everything_else(cli: Cli, half: Path, tm
     bundle = tmp_path / "b"
     shutil.copytree(half, bundle)
     graph = (bundle / "onnx/target.onnx.data").read_bytes()
-    outcome = cli("compile", bundle, "--backend", "tensorrt-rtx", "--target-arch", "sm89", "--json")
+    (bundle / "engines").mkdir()
+    (bundle / "engines/runtime.cache").write_text("mine")
+    bundle.chmod(0o700)
+    link = tmp_path / "link"
+    link.symlink_to(bundle)
+    outcome = cli("compile", link, "--backend", "tensorrt-rtx", "--target-arch", "sm89", "--json")
     assert outcome.code == 0, outcome
     assert len(json.loads(outcome.out)["engines"]) == 3
     assert (bundle / "onnx/target.onnx.data").read_bytes() == graph
+    assert (bundle / "engines/runtime.cache").read_text() == "mine"
+    assert bundle.stat().st_mode & 0o777 == 0o700
+    assert link.is_symlink()
     first = load_bundle(bundle)
     outcome = cli(
         "compile", bundle, "--backend", "tensorrt-rtx", "--target-arch", "8.9", "--profiles", "verify,draft"
@@ -110,7 +126,7 @@ def test_compile_adds_engines_and_keeps_everything_else(cli: Cli, half: Path, tm
     assert second.manifest.model_copy(update={"artifacts": (), "created": ""}) == first.manifest.model_copy(
         update={"artifacts": (), "created": ""}
     )
-    assert leftovers(tmp_path) == ["b", "other"]
+    assert leftovers(tmp_path) == ["b", "link", "other"]
 
 
 @needs_rtx
@@ -141,7 +157,11 @@ def test_a_compile_that_ends_early_leaves_the_bundle(
 def test_what_has_no_graphs_cannot_be_compiled(cli: Cli, half: Path, tmp_path: Path) -> None:
     command = ["--backend", "tensorrt-rtx", "--target-arch", "sm89"]
     fails(cli("compile", tmp_path / "none", *command), 1, "is not a bundle")
-    fails(cli("compile", half, *command, "--out", half), 1, "already holds a bundle")
+    fails(cli("compile", half, *command, "--out", half), 2, "the bundle itself")
+    fails(cli("compile", half, *command, "--out", half / "sub"), 2, "inside it")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    fails(cli("compile", half, *command, "--out", tmp_path / "full"), 1, "already exists")
     fails(cli("compile", half, "--backend", "tensorrt-rtx", "--profiles", "fast"), 2, "fast")
     fails(cli("compile", half), 2, "--backend")
     fails(cli("compile", half, "--backend", "onnxruntime"), 2, "onnxruntime")

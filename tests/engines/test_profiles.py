@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,11 +11,14 @@ from tiny import answers_of, eager_decoder, modules_of
 
 from eagle_export.engines.profiles import PROFILE_NAMES, choose_profiles, fits
 from eagle_export.engines.request import tensor_range
+from eagle_export.options import EngineOptions
+from eagle_export.reference import Modules
 from eagle_run.backends.base import Graph, GraphSpec, Run, TensorSpec
 from eagle_run.errors import UsageError
 from eagle_run.forward_time import forward_seconds, fuse_seconds
 from eagle_run.loop import Decoder, Request
 from eagle_run.manifest import Limits, TreeDefaults
+from eagle_run.session import Session
 from eagle_run.tree import TreeShape, best_static
 
 ROWS = 192
@@ -61,11 +64,20 @@ class Recorder:
 Shapes = dict[str, set[tuple[tuple[str, int], ...]]]
 
 
+@pytest.fixture(scope="module", params=["fp16", "fp8"])
+def precision(request: pytest.FixtureRequest) -> str:
+    """In fp8 a lone row is joined by another."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def bound(tiny_target: Path, tiny_head: Path) -> Shapes:
+def bound(precision: str, tiny_target: Path, tiny_head: Path) -> Shapes:
     """Every set of sizes that the runtime binds, by graph, for all kinds of prompts, trees and rules."""
+    return record(precision, modules_of(tiny_target, tiny_head), TREES)
+
+
+def record(precision: str, modules: Modules, trees: Sequence[TreeShape]) -> Shapes:
     seen: Shapes = {"target": set(), "draft": set(), "fuse": set()}
-    modules = modules_of(tiny_target, tiny_head)
     for batch in (1, LIMITS.max_batch):
         decoder = eager_decoder(
             modules,
@@ -75,12 +87,16 @@ def bound(tiny_target: Path, tiny_head: Path) -> Shapes:
             extra_rows=ROWS - LIMITS.max_seq_len,
         )
         decoder.max_nodes = LIMITS.max_tree_nodes
+        decoder.session.min_rows = Session(decoder.session.graphs, batch=1, draft_to_target=torch.arange(60),
+                                           precision=precision).min_rows  # fmt: skip
         graphs = decoder.session.graphs
         graphs.update({name: Recorder(graph, seen[name]) for name, graph in graphs.items()})
-        for shape in TREES:
+        for shape in trees:
             _run(decoder, shape, "topk")
             if shape.kind != "dynamic":
                 _run(decoder, shape, "sampled")
+        if len(trees) == 1:
+            continue
         for graph in ("target", "draft"):  # as `--tree auto` does
             forward_seconds(decoder.session, graph, LIMITS.max_tree_nodes)
         fuse_seconds(decoder.session)
@@ -104,9 +120,21 @@ def test_the_recording_is_worth_something(bound: Shapes) -> None:
 
 @pytest.mark.parametrize("names", SUBSETS)
 @pytest.mark.parametrize("graph", ["target", "draft", "fuse"])
-def test_what_the_runtime_binds_fits_a_profile(graph: str, names: tuple[str, ...], bound: Shapes) -> None:
-    profiles = choose_profiles(graph, LIMITS, TREE, names)
+def test_what_the_runtime_binds_fits_a_profile(
+    graph: str, names: tuple[str, ...], bound: Shapes, precision: str
+) -> None:
+    profiles = choose_profiles(graph, LIMITS, TREE, names, precision=precision)
     for found in bound[graph]:
+        assert any(fits(profile, dict(found)) for profile in profiles), (found, profiles)
+
+
+def test_without_a_head_plain_decoding_fits(precision: str, tiny_target: Path, tiny_head: Path) -> None:
+    seen = record(precision, modules_of(tiny_target, tiny_head), [TreeShape.plain()])
+    names = EngineOptions(backend="tensorrt-rtx").profile_names(precision, has_head=False)
+    profiles = choose_profiles("target", LIMITS, None, names, precision=precision)
+    rows = {dict(found)["T"] for found in seen["target"] if dict(found)["B"] == 1}
+    assert min(rows) == (2 if precision == "fp8" else 1)
+    for found in seen["target"]:
         assert any(fits(profile, dict(found)) for profile in profiles), (found, profiles)
 
 
