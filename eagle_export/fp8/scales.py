@@ -69,6 +69,8 @@ class Scales:
                 raise EagleError(
                     f"{path}: expected scales in format {_FORMAT}, found {found}", hint="calibrate again"
                 )
+            if unknown := sorted(set(data) - set(cls.__dataclass_fields__)):
+                raise ValueError(f"unknown keys {unknown}")
             scales = TypeAdapter(cls).validate_json(json.dumps(data), strict=True)
             if scales.source not in SOURCES or not all(map(math.isfinite, scales.peaks.values())):
                 raise ValueError(f"source {scales.source!r} and peaks {dict(scales.peaks)} cannot be")

@@ -25,6 +25,17 @@ def test_a_file_gives_back_exactly_what_was_saved(scales: Scales, tmp_path: Path
         (lambda data: data.pop("inputs"), "not a file of scales"),
         (lambda data: data.update(surprise=1), "surprise"),
         (lambda data: data["inputs"]["target"].update({"model.layers.0.mlp.down_proj": 0.0}), "positive"),
+        (lambda data: data["inputs"]["target"].update({"model.layers.0.mlp.down_proj": 1e-50}), "positive"),
+        (lambda data: data["inputs"]["target"].update({"model.layers.0.mlp.down_proj": "0.5"}), "not a file"),
+        (
+            lambda data: data["inputs"]["target"].update({"model.layers.0.mlp.down_proj": 10**400}),
+            "positive",
+        ),
+        (lambda data: data.update(peaks=[1]), "not a file of scales"),
+        (lambda data: data.update(peaks={"target": float("nan")}), "not a file of scales"),
+        (lambda data: data.update(tokens="many"), "not a file of scales"),
+        (lambda data: data.update(source="guessed"), "guessed"),
+        (lambda data: data.update(target_sha256=5), "not a file of scales"),
     ],
 )
 def test_a_damaged_file_is_refused(scales: Scales, tmp_path: Path, damage, named: str) -> None:
