@@ -98,7 +98,7 @@ def runnable_graphs(
     """What stands for a bundle's ONNX `files` (by graph name) on this machine's CPU, and what runs it.
 
     ONNX Runtime has no bfloat16 kernels on CPUs; there the modules that were exported, eager in bfloat16,
-    take the graphs' place. `modules` are in the bundle's precision (for fp8, in its base precision: unused).
+    take the graphs' place. `modules` are used for bf16 alone, and are in it.
     """
     from eagle_run.backends.onnxruntime import OnnxRuntimeGraph
 

@@ -158,8 +158,9 @@ def test_smollm2_for_one_profile_and_one_gpu(tmp_path: Path) -> None:
 def test_smollm2_in_fp8_for_one_profile_and_one_gpu(smollm2_fp8: Path, tmp_path: Path) -> None:
     """Every linear product in FP8, lm_head in 16 bit, and at most a fifth larger than the weights."""
     bundle = load_bundle(smollm2_fp8)
-    artifact, limits = bundle.artifact("target"), bundle.manifest.limits
-    graphs = Graphs(smollm2_fp8 / "onnx", {"target": artifact.spec()}, "fp8")
+    limits = bundle.manifest.limits
+    specs = {name: bundle.artifact(name).spec() for name in ("target", "draft", "fuse")}
+    graphs = Graphs(smollm2_fp8 / "onnx", specs, "fp8")
     request = graphs.request(
         "target",
         tmp_path / "e",
@@ -171,3 +172,7 @@ def test_smollm2_in_fp8_for_one_profile_and_one_gpu(smollm2_fp8: Path, tmp_path:
     layers = layers_of(engine)["verify"]
     assert layers.gemms == {"fp8": 120, "fp16": 1}
     assert sum(layers.attention.values()) == 30
+    for graph, gemms in (("draft", {"fp8": 4, "fp16": 1}), ("fuse", {"fp16": 1})):  # lm_head, and fc
+        profiles = choose_profiles(graph, limits, bundle.manifest.tree)
+        engine = compile_engine(graphs.request(graph, tmp_path / graph, profiles=profiles))
+        assert all(found.gemms == gemms for found in layers_of(engine).values())
