@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import click
 
+from eagle_export.engines.request import COMPATIBILITIES
 from eagle_export.options import (
     BACKENDS,
-    COMPATIBILITIES,
     ENGINE_FLAGS,
     PRECISIONS,
     PROFILES,

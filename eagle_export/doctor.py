@@ -18,6 +18,7 @@ from eagle_export import recipe, weights
 from eagle_export.describe import size
 from eagle_export.engines.architectures import arch_name, can_compute, check_architectures
 from eagle_export.engines.library import MODULES, find_library
+from eagle_export.place import free_space
 from eagle_run.bundle import cache_dir
 from eagle_run.errors import EagleError
 
@@ -186,7 +187,7 @@ def _memory() -> Check:
 
 def _disk(name: str, folder: Path) -> Check:
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    free = shutil.disk_usage(there).free
+    free = free_space(folder)
     found = f"{size(free)} free at {folder}"
     if not os.access(there, os.W_OK):
         return Check("machine", name, "warn", f"{there} is not writable", "make it writable for this user")

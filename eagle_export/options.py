@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from eagle_export.engines.request import PROFILE_NAMES as PROFILES
 from eagle_run.bundle import TreeDefaults
 from eagle_run.errors import UsageError
 
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8")
 BACKENDS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
-COMPATIBILITIES = ("none", "ampere_plus", "same_compute_capability")
-PROFILES = ("prefill", "verify", "plain", "draft")  # of the engines
 TREE_KINDS = ("dynamic", "static", "chain")
 _ROW_STEP = 64  # cache rows are rounded up to whole steps
 

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from eagle_export.fp8.calibrate import named_graphs, named_linears
+from eagle_export.fp8.fake import rounded
 from eagle_export.reference import Modules
 from eagle_run.backends.base import Graph
-from eagle_run.bundle import Bundle, GraphName
+from eagle_run.bundle import Bundle
 from eagle_run.errors import EagleError
-
-_E4M3_MOST = 448.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,14 +80,11 @@ def fp8_weights(modules: Modules, bundle: Bundle) -> Iterator[None]:
     They are rounded from the source with the graph's scales, so a graph with other weights is not excused.
     Raises EagleError for a product whose layers the modules do not have.
     """
-    parts: dict[GraphName, Any] = {"target": modules.model, "fuse": modules.fuse, "draft": modules.draft}
     before: list[tuple[nn.Linear, Tensor]] = []
     try:
-        for name, module in parts.items():
-            if module is None:
-                continue
-            linears = {key: part for key, part in module.named_modules() if isinstance(part, nn.Linear)}
-            for product in read_products(bundle.file(bundle.artifact(name, "onnx"))):
+        for name, module in named_graphs(modules).items():
+            linears = named_linears(module)
+            for product in read_products(bundle.file(bundle.artifact(name, "onnx"))):  # type: ignore[arg-type]
                 if unknown := [layer for layer in product.layers if layer not in linears]:
                     raise EagleError(f"the {name} graph has FP8 weights that the source does not: {unknown}")
                 chosen = [linears[layer] for layer in product.layers]
@@ -103,9 +100,7 @@ def _round(linears: Sequence[nn.Linear], scale: Tensor) -> None:
     """Weights [N, K] through FP8 and back; scale [] or [N] over the rows of all of them."""
     sizes = [linear.out_features for linear in linears]
     for linear, own in zip(linears, scale.expand(sum(sizes)).split(sizes), strict=True):
-        weight = linear.weight.data
-        stored = (weight.float() / own[:, None]).clamp(-_E4M3_MOST, _E4M3_MOST).to(torch.float8_e4m3fn)
-        linear.weight.data = (stored.float() * own[:, None]).to(weight.dtype)
+        linear.weight.data = rounded(linear.weight.data, own[:, None])
 
 
 def wide_graphs(

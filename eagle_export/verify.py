@@ -25,8 +25,8 @@ from eagle_export.reference import Modules, eager_graphs, reference_of
 from eagle_export.sources import base_precision, fp8_weights, onnx_precision, wide_graphs, widen_modules
 from eagle_run.bench_result import merge
 from eagle_run.bundle import Bundle, load_bundle
-from eagle_run.engine import Engine, open_engine
-from eagle_run.loop import Decoder, Request, Stats
+from eagle_run.engine import Engine, assemble, open_engine
+from eagle_run.loop import Request, Stats
 from eagle_run.mismatch import TIE, TIES, find_mismatch
 from eagle_run.sampling import SamplingSettings
 from eagle_run.session import Session
@@ -136,30 +136,13 @@ def _open(bundle: Bundle, modules: Modules, folder: Path, threads: int) -> Engin
     """
     if base_precision(bundle) != "bf16":
         return open_engine(bundle.path, threads=threads)
-    limits, tree = bundle.manifest.limits, bundle.manifest.tree
-    graphs = eager_graphs(modules, limits.cache_rows)
+    graphs = eager_graphs(modules, bundle.manifest.limits.cache_rows)
     if onnx_precision(bundle) == "fp8":
         graphs = wide_graphs(bundle, folder, fp8_rows=True, threads=threads)
     session = Session(
         graphs, batch=1, draft_to_target=modules.draft_to_target, precision=onnx_precision(bundle)
     )
-    text = Text.load(bundle.tokenizer_dir)
-    decoder = Decoder(
-        session,
-        max_seq_len=limits.max_seq_len,
-        chunk=limits.prefill_chunk,
-        text=text,
-        max_nodes=limits.max_tree_nodes,
-    )
-    return Engine(
-        bundle=bundle,
-        decoder=decoder,
-        text=text,
-        tree=None if tree is None else tree.shape(),
-        backend="eager",
-        device="cpu",
-        threads=threads,
-    )
+    return assemble(bundle, session, backend="eager", device="cpu", threads=threads)
 
 
 def check_graphs(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable
@@ -126,10 +125,7 @@ def _sizes(folder: Path) -> tuple[Sizes, int]:
         if path.suffix != ".safetensors":
             unread += path.stat().st_size
             continue
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
+        for name, entry in weights.read_header(path).items():
             start, end = entry["data_offsets"]
             sizes[name] = math.prod(entry["shape"]), end - start
     return sizes, unread

@@ -98,6 +98,14 @@ def check_folder(folder: Path) -> None:
                 raise EagleError(f"{path}: not a whole safetensors file: {error}", hint=_AGAIN) from None
 
 
+def read_header(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file: dtype, shape and data_offsets of each tensor. No weights are read."""
+    with path.open("rb") as file:
+        header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    header.pop("__metadata__", None)
+    return header
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The files that hold a model's weights: safetensors, or torch's .bin where there are none."""
     return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))

@@ -22,12 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from eagle_export.engines.request import PROFILE_NAMES
 from eagle_run.errors import UsageError
 from eagle_run.manifest import Limits, TreeDefaults
 from eagle_run.prefill import kv_bucket
 from eagle_run.records import Axis, AxisRange, EngineProfile
 
-PROFILE_NAMES = ("prefill", "verify", "plain", "draft")
 _TUNED_ROWS = 8  # `eagle-run --tree auto` times the fuse graph with up to this many rows
 
 

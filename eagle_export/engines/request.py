@@ -10,6 +10,7 @@ from eagle_run.backends.base import GraphSpec, TensorSpec
 from eagle_run.errors import UsageError
 from eagle_run.records import EngineInfo, EngineProfile
 
+PROFILE_NAMES = ("prefill", "verify", "plain", "draft")
 COMPATIBILITIES = ("none", "ampere_plus", "same_compute_capability")
 
 

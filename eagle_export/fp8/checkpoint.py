@@ -7,7 +7,6 @@ are, never quantised a second time; other schemes are refused by name.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -228,8 +227,7 @@ class _Reader:
     def _header(self, name: str) -> dict[str, Any]:
         path = self._where[name]
         if path not in self._headers:
-            with path.open("rb") as file:
-                self._headers[path] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            self._headers[path] = weights.read_header(path)
         return self._headers[path][name]
 
     def dtype(self, name: str) -> str:

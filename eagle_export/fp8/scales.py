@@ -143,7 +143,7 @@ def choose(scales: Scales, keep: Sequence[str] = (), also: Sequence[str] = ()) -
         if not any(fnmatchcase(name, pattern) for name in names):
             raise UsageError(
                 f"no linear layer is called {pattern!r}",
-                hint="there are " + ", ".join(sorted({_pattern_of(name) for name in names})),
+                hint="there are " + ", ".join(sorted({starred(name) for name in names})),
             )
     kept = tuple(dict.fromkeys((*keep, *(default for default in DEFAULT_KEPT if default not in also))))
 
@@ -168,6 +168,6 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _pattern_of(name: str) -> str:
+def starred(name: str) -> str:
     """model.layers.7.mlp.up_proj -> model.layers.*.mlp.up_proj, so that a list of them stays short."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))

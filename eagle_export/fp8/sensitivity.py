@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eagle_export.fp8.calibrate import decode
 from eagle_export.fp8.fake import fake_quantized, grouping
-from eagle_export.fp8.scales import Scales
+from eagle_export.fp8.scales import Scales, starred
 from eagle_run.errors import UsageError
 
 if TYPE_CHECKING:
@@ -86,16 +86,12 @@ def by_kind(costs: Iterable[Cost]) -> list[Cost]:
     """
     kinds: dict[tuple[str, ...], list[Cost]] = defaultdict(list)
     for cost in costs:
-        kinds[tuple(_starred(layer) for layer in cost.layers)].append(cost)
+        kinds[tuple(starred(layer) for layer in cost.layers)].append(cost)
     summed = [
         Cost(kind, sum(c.kl for c in group), sum(c.changed for c in group), sum(c.share for c in group))
         for kind, group in kinds.items()
     ]
     return sorted(summed, key=lambda cost: -cost.kl)
-
-
-def _starred(layer: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in layer.split("."))
 
 
 class _Answers:

@@ -191,6 +191,12 @@ def open_engine(
         device=device,
         precision=bundle.artifact("target").precision,
     )
+    return assemble(bundle, session, backend=backend, device=device, threads=threads)
+
+
+def assemble(bundle: Bundle, session: Session, *, backend: str, device: str, threads: int) -> Engine:
+    """An engine that decodes in `session`, with the bundle's limits, text and, if it has a draft, tree."""
+    limits = bundle.manifest.limits
     text = Text.load(bundle.tokenizer_dir)
     decoder = Decoder(
         session,
@@ -199,7 +205,7 @@ def open_engine(
         text=text,
         max_nodes=limits.max_tree_nodes,
     )
-    defaults = bundle.manifest.tree if has_head else None
+    defaults = bundle.manifest.tree if session.has_draft else None
     return Engine(
         bundle=bundle,
         decoder=decoder,
