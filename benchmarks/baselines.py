@@ -18,7 +18,7 @@ Decode = Callable[[Sequence[int], int], tuple[list[int], float]]
 
 def ours(engine: Any) -> Decode:
     """Plain decoding of eagle-run: the tree that is only a root."""
-    from eagle_run.loop import Request
+    from eagle_run.request import Request
     from eagle_run.tree import TreeShape
 
     def decode(prompt: Sequence[int], new_tokens: int) -> tuple[list[int], float]:

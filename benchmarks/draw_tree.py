@@ -51,11 +51,11 @@ def decode(bundle: str, tree: str, prompt: str, rounds: int) -> list[Round]:
     from eagle_run.step import observed_step
     from eagle_run.tree_spec import parse_spec
 
-    engine = open_engine(bundle)
+    engine = open_engine(bundle, device="cpu")
     session, shape = engine.decoder.session, parse_spec(tree)
     request = engine.request(prompt)
     state = session.new_state(shape.depth + 1, stack([request.sampling]))
-    prefill(session, state, [request.prompt], chunk=engine.decoder.chunk)
+    prefill(session, state, 0, request.prompt, chunk=engine.decoder.chunk)
     tokens, seen = list(request.prompt), []
     for _ in range(rounds):
         kv = kv_bucket(len(tokens) + shape.cache_rows, session.cache_rows)

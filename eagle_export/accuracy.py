@@ -24,8 +24,9 @@ from eagle_run.bundle import AccuracyInfo, Limits
 from eagle_run.dataset import read_questions
 from eagle_run.engine import one_torch_thread
 from eagle_run.errors import EagleError
-from eagle_run.loop import Decoder, Request, Stats
+from eagle_run.loop import Decoder
 from eagle_run.prefill import fill, kv_bucket
+from eagle_run.request import Request, Stats
 from eagle_run.session import Session
 from eagle_run.tree import TreeShape
 

@@ -26,8 +26,8 @@ from eagle_export.sources import base_precision, fp8_weights, onnx_precision, wi
 from eagle_run.bench_result import merge
 from eagle_run.bundle import Bundle, load_bundle
 from eagle_run.engine import Engine, assemble, open_engine
-from eagle_run.loop import Request, Stats
 from eagle_run.mismatch import TIE, TIES, find_mismatch
+from eagle_run.request import Request, Stats
 from eagle_run.sampling import SamplingSettings
 from eagle_run.session import Session
 from eagle_run.text import Text
@@ -135,7 +135,7 @@ def _open(bundle: Bundle, modules: Modules, folder: Path, threads: int) -> Engin
     Then FP8 graphs are run with float32 in its place, and others by `modules`.
     """
     if base_precision(bundle) != "bf16":
-        return open_engine(bundle.path, threads=threads)
+        return open_engine(bundle.path, device="cpu", threads=threads)
     graphs = eager_graphs(modules, bundle.manifest.limits.cache_rows)
     if onnx_precision(bundle) == "fp8":
         graphs = wide_graphs(bundle, folder, fp8_rows=True, threads=threads)

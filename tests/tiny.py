@@ -21,7 +21,8 @@ from eagle_export.build import build
 from eagle_export.options import BuildOptions
 from eagle_export.progress import Report
 from eagle_export.reference import Modules, eager_graphs, load_config, load_fitting_head, load_modules
-from eagle_run.loop import Decoder, Piece, Request, Stats
+from eagle_run.loop import Decoder
+from eagle_run.request import Piece, Request, Stats
 from eagle_run.session import Session
 from eagle_run.text import Text
 from eagle_run.tree import TreeShape

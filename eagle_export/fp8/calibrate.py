@@ -117,7 +117,7 @@ def _answer(
     state = session.new_state(shape.depth + 1, stack([SamplingSettings()], session.device))
     if recorder is not None:
         recorder.state = None
-    prefill(session, state, [prompt], chunk=max(1, len(prompt) - 1))
+    prefill(session, state, 0, prompt, chunk=max(1, len(prompt) - 1))
     if recorder is not None:
         recorder.state = state
     answer: list[int] = []

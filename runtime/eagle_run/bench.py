@@ -14,8 +14,8 @@ from eagle_run.dataset import Question
 from eagle_run.engine import Decoded, Engine
 from eagle_run.environment import environment
 from eagle_run.errors import EagleError, UsageError
-from eagle_run.loop import Request
 from eagle_run.mismatch import Mismatch, find_mismatch
+from eagle_run.request import Request
 from eagle_run.sampling import SamplingSettings
 from eagle_run.tree import TreeShape
 

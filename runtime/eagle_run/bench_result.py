@@ -10,8 +10,8 @@ from typing import Any
 from eagle_run.dataset import Question
 from eagle_run.engine import Decoded
 from eagle_run.errors import EagleError
-from eagle_run.loop import Stats
 from eagle_run.mismatch import Mismatch
+from eagle_run.request import Stats
 from eagle_run.sampling import SamplingSettings
 from eagle_run.tree import TreeShape
 
@@ -152,19 +152,27 @@ def _rate(runs: Sequence[Sequence[Decoded]]) -> float:
 
 
 def _figures(runs: Sequence[Sequence[Decoded]]) -> dict[str, Any]:
-    """Totals, and the median round by phase; `glue_share` is of all decoding time."""
+    """Totals, and the median round by phase; `glue_share` is of all decoding time.
+
+    Without phases where graphs are not timed one by one (see `Session.timed`).
+    """
     everything = [decoded for repeats in runs for decoded in repeats]
     rounds = [time for decoded in everything for time in decoded.rounds]
     total = merge([decoded.stats for decoded in everything])
-    glue = total.decode_seconds - total.draft_seconds - total.verify_seconds
+    phases: dict[str, float] = {"round_ms": 1e3 * median(time.total for time in rounds)}
+    if total.verify_seconds:
+        glue = total.decode_seconds - total.draft_seconds - total.verify_seconds
+        phases = {
+            "draft_ms": 1e3 * median(time.draft for time in rounds),
+            "verify_ms": 1e3 * median(time.verify for time in rounds),
+            "glue_ms": 1e3 * median(time.glue for time in rounds),
+            "glue_share": glue / total.decode_seconds,
+        }
     return {
         "tokens_per_second": round(_rate(runs), 3),
         "tokens": sum(repeats[0].stats.tokens for repeats in runs),
         "seconds": round(sum(map(_seconds, runs)), 3),
         "rounds": sum(repeats[0].stats.rounds for repeats in runs),
-        "draft_ms": round(1e3 * median(time.draft for time in rounds), 3),
-        "verify_ms": round(1e3 * median(time.verify for time in rounds), 3),
-        "glue_ms": round(1e3 * median(time.glue for time in rounds), 3),
-        "glue_share": round(glue / total.decode_seconds, 4),
+        **{name: round(value, 4) for name, value in phases.items()},
         "prefill_ms": round(1e3 * median(decoded.stats.prefill_seconds for decoded in everything), 3),
     }

@@ -13,7 +13,7 @@ from eagle_run.bench_result import merge
 from eagle_run.cli_options import note
 from eagle_run.engine import Decoded, Engine
 from eagle_run.errors import EagleError
-from eagle_run.loop import Piece, Request, Stats
+from eagle_run.request import Piece, Request, Stats
 from eagle_run.sampling import SamplingSettings
 from eagle_run.tree import TreeShape
 from eagle_run.tree_spec import describe

@@ -8,8 +8,10 @@ from functools import partial
 
 import torch
 
+from eagle_run.cudagraph import CapturedRounds
 from eagle_run.prefill import kv_bucket
 from eagle_run.session import Session
+from eagle_run.stream import on_stream, wait
 
 _ROWS = {"target": (1, 2, 4, 8, 16, 32), "draft": (1, 2, 4, 8), "fuse": (2, 4, 8)}
 
@@ -17,7 +19,8 @@ _ROWS = {"target": (1, 2, 4, 8, 16, 32), "draft": (1, 2, 4, 8), "fuse": (2, 4, 8
 def forward_seconds(session: Session, graph: str, most: int) -> dict[int, float]:
     """Least seconds of a few forwards by rows, over a few hundred cached tokens: what else runs only adds.
 
-    `graph` is "target" or "draft", `most` the rows that a forward may have.
+    `graph` is "target" or "draft", `most` the rows that a forward may have. Where rounds are captured as
+    CUDA graphs the forwards are too.
     """
     kv = kv_bucket(256, session.cache_rows)
     found = {}
@@ -25,9 +28,10 @@ def forward_seconds(session: Session, graph: str, most: int) -> dict[int, float]
         if rows > most:
             break
         forward = getattr(session, graph)(rows, 1 if graph == "draft" else rows, kv)
-        for name, tensor in forward.inputs.items():
-            if not name.startswith("past_"):  # those are the cache itself
-                tensor.fill_(name == "tree_mask")
+        with on_stream(session.device):
+            for name, tensor in forward.inputs.items():
+                if not name.startswith("past_"):  # those are the cache itself
+                    tensor.fill_(name == "tree_mask")
         found[rows] = _least_seconds(session, forward.run)
     return found
 
@@ -38,19 +42,26 @@ def fuse_seconds(session: Session) -> dict[int, float]:
         return {}
     found = {}
     for rows in _ROWS["fuse"]:
-        features = torch.zeros(session.batch, rows, session.feature_size, device=session.device)
+        with on_stream(session.device):
+            features = torch.zeros(session.batch, rows, session.feature_size, device=session.device)
         found[rows] = _least_seconds(session, partial(session.fuse, features))
     return found
 
 
 def _least_seconds(session: Session, run: Callable[[], object]) -> float:
-    first = _seconds(session, run)  # binds and warms up; it also says how many more there is time for
-    return min(_seconds(session, run) for _ in range(max(1, min(5, int(0.5 / first)))))
+    rounds = CapturedRounds(session.device, enabled=session.capturable)
+
+    def once() -> float:
+        start = time.perf_counter()
+        rounds.run("forward", lambda: _call(run))
+        wait(session.device)
+        return time.perf_counter() - start
+
+    first = once()  # binds and warms up; it also says how many more there is time for
+    best = min(once() for _ in range(max(2, min(6, int(0.5 / first)))))
+    rounds.clear()
+    return best
 
 
-def _seconds(session: Session, run: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def _call(run: Callable[[], object]) -> None:
     run()
-    if session.device.type == "cuda":
-        torch.cuda.synchronize(session.device)
-    return time.perf_counter() - start

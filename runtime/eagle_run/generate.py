@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,8 +13,8 @@ from eagle_run.cli_options import note
 from eagle_run.dataset import decode_utf8, read_prompts, read_text
 from eagle_run.engine import Decoded, Engine
 from eagle_run.errors import EagleError, UsageError
-from eagle_run.loop import Piece, Request, Stats
 from eagle_run.mismatch import Mismatch, find_mismatch
+from eagle_run.request import Piece, Request, Stats
 from eagle_run.tree import TreeShape
 from eagle_run.tree_spec import describe, spec_of
 
@@ -94,6 +94,32 @@ class Printer:
         self.shown += 1
 
 
+@dataclass
+class JsonPrinter:
+    """A line of JSON for every answer that is over, in order; an interrupt adds those that had begun."""
+
+    decoded: Decoded
+    report: Callable[[int], dict[str, Any]]
+    shown: int = 0
+
+    def __call__(self, piece: Piece) -> None:
+        answers = self.decoded.answers
+        while self.shown < len(answers) and answers[self.shown].finish_reason is not None:
+            self._show()
+
+    def close(self) -> None:
+        while any(answer.tokens for answer in self.decoded.answers[self.shown :]):
+            self._show()
+
+    def _show(self) -> None:
+        _write_json(self.report(self.shown))
+        self.shown += 1
+
+
+def _write_json(report: dict[str, Any]) -> None:
+    _write(json.dumps(report, ensure_ascii=False) + "\n")
+
+
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
@@ -101,9 +127,10 @@ def _write(text: str) -> None:
 
 @dataclass
 class Generation:
-    """A run over prompts, one group of `engine.batch` after the other.
+    """A run over prompts, `engine.batch` of them at a time.
 
-    With `compare` each group is decoded a second time without a tree; which goes first alternates.
+    With `compare` each group of that many is decoded a second time without a tree; which goes first
+    alternates. Otherwise there are no groups: a prompt starts when another one's answer ends.
     """
 
     engine: Engine
@@ -122,24 +149,26 @@ class Generation:
         Raises EagleError before anything is decoded when one of the requests cannot be.
         """
         self.engine.decoder.check(requests, self.shape, rule=self.rule)
-        if self.compare:
-            short = replace(requests[0], max_new_tokens=min(8, requests[0].max_new_tokens))
-            for shape in (TreeShape.plain(), self.shape):  # a warm-up, for a fair comparison
-                self.engine.decode([short] * self.engine.batch, shape, rule=self.rule)
+        if not self.compare:
+            self._speculative(requests, 0, several=len(requests) > 1)
+            return
+        short = replace(requests[0], max_new_tokens=min(8, requests[0].max_new_tokens))
+        for shape in (TreeShape.plain(), self.shape):  # a warm-up, for a fair comparison
+            self.engine.decode([short] * self.engine.batch, shape, rule=self.rule)
         for number, first in enumerate(range(0, len(requests), self.engine.batch)):
             group = requests[first : first + self.engine.batch]
-            plain = self._plain(group) if self.compare and number % 2 else None
+            plain = self._plain(group) if number % 2 else None
             decoded = self._speculative(group, first, several=len(requests) > 1)
-            if self.compare and plain is None:
-                plain = self._plain(group)
-            self._finish(first, group, decoded, plain)
+            self._finish(first, group, decoded, plain or self._plain(group))
 
     def _speculative(self, group: Sequence[Request], first: int, *, several: bool) -> Decoded:
         decoded = Decoded([], Stats(), [])
         self.speculative.append(decoded.stats)  # at once: an interrupt still shows its statistics
+        printer: Printer | JsonPrinter = Printer(first, len(group), several)
         if self.as_json:
-            return self.engine.decode(group, self.shape, rule=self.rule, decoded=decoded)
-        printer = Printer(first, len(group), several)
+            printer = JsonPrinter(decoded, lambda place: self._report(first, group, decoded, place))
+            if self.compare:  # printed when both ways are there
+                return self.engine.decode(group, self.shape, rule=self.rule, decoded=decoded)
         try:
             self.engine.decode(group, self.shape, rule=self.rule, on_piece=printer, decoded=decoded)
         finally:
@@ -151,37 +180,37 @@ class Generation:
         self.plain.append(decoded.stats)
         return decoded
 
-    def _finish(self, first: int, group: Sequence[Request], decoded: Decoded, plain: Decoded | None) -> None:
+    def _finish(self, first: int, group: Sequence[Request], decoded: Decoded, plain: Decoded) -> None:
         """Compares a group that is done, and prints it where JSON is wanted."""
         decoder = self.engine.decoder
         for place, (request, answer) in enumerate(zip(group, decoded.answers, strict=True)):
-            comparison = None
-            if plain:
-                comparable = self.rule == "topk" or request.sampling.temperature == 0
-                expected, found = plain.answers[place].tokens, None
-                if comparable:
-                    found = find_mismatch(
-                        decoder.session, request, expected, answer.tokens, chunk=decoder.chunk
-                    )
-                comparison = _compared(decoded.stats, plain.stats, found, comparable=comparable)
-                if found:
-                    self.mismatches += 1
-                    self.faults += not found.tie
-                    note(_explain(first + place, found))
+            comparable = self.rule == "topk" or request.sampling.temperature == 0
+            expected, found = plain.answers[place].tokens, None
+            if comparable:
+                found = find_mismatch(decoder.session, request, expected, answer.tokens, chunk=decoder.chunk)
+            comparison = _compared(decoded.stats, plain.stats, found, comparable=comparable)
+            if found:
+                self.mismatches += 1
+                self.faults += not found.tie
+                note(_explain(first + place, found))
             if self.as_json:
-                report = {
-                    "index": first + place,
-                    "bundle": self.engine.bundle.manifest.name,
-                    "tree": spec_of(self.shape),
-                    "draft": self.rule,
-                    "prompt_tokens": len(request.prompt),
-                    "text": answer.text,
-                    "tokens": answer.tokens,
-                    "finish_reason": answer.finish_reason,
-                    "statistics": statistics(decoded.stats),
-                    **({"compare": comparison} if comparison else {}),
-                }
-                _write(json.dumps(report, ensure_ascii=False) + "\n")
+                report = self._report(first, group, decoded, place)
+                _write_json({**report, "compare": comparison})
+
+    def _report(self, first: int, group: Sequence[Request], decoded: Decoded, place: int) -> dict[str, Any]:
+        """One answer in JSON."""
+        answer = decoded.answers[place]
+        return {
+            "index": first + place,
+            "bundle": self.engine.bundle.manifest.name,
+            "tree": spec_of(self.shape),
+            "draft": self.rule,
+            "prompt_tokens": len(group[place].prompt),
+            "text": answer.text,
+            "tokens": answer.tokens,
+            "finish_reason": answer.finish_reason,
+            "statistics": statistics(answer.stats),
+        }
 
     def summary(self) -> str:
         """The line of statistics."""

@@ -18,11 +18,12 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from eagle_run.loop import Request
 from eagle_run.prefill import fill, kv_bucket, prefill
+from eagle_run.request import Request
 from eagle_run.rng import TOKEN, uniform
 from eagle_run.sampling import SamplingSettings, distribution, stack, to_weights
 from eagle_run.session import Session
+from eagle_run.stream import on_stream
 
 # By precision, of logits at temperature 0 and of probability above it. Seen so far: 0.03 and 0.003 in fp16;
 # in fp8 0.2 and 0.07, against a single row.
@@ -62,7 +63,8 @@ def find_mismatch(
     if a is None or b is None:
         return Mismatch(position, a, b, None, tie=False)
     prefix = (*request.prompt, *plain[:position])
-    gap = _gap(next_logits(session, prefix, chunk=chunk), (a, b), request.sampling, len(prefix))
+    with on_stream(session.device):
+        gap = _gap(next_logits(session, prefix, chunk=chunk), (a, b), request.sampling, len(prefix))
     widest = TIES[session.precision][request.sampling.temperature > 0]
     return Mismatch(position, a, b, gap, tie=gap <= widest)
 
@@ -70,7 +72,7 @@ def find_mismatch(
 def next_logits(session: Session, tokens: Sequence[int], *, chunk: int) -> Tensor:
     """f32 [V]: the target's logits after `tokens`, by a prefill and a forward over the last token alone."""
     state = session.new_state(1, stack([SamplingSettings()] * session.batch, session.device))
-    prefill(session, state, [tokens] * session.batch, chunk=chunk)
+    prefill(session, state, 0, tokens, chunk=chunk)
     kv = kv_bucket(len(tokens), session.cache_rows)
     target = session.target(1, 1, kv)
     positions = state.length[:, None]  # [B, 1]

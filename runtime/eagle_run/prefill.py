@@ -1,4 +1,4 @@
-"""Chunked prefill: fills the caches with a prompt, all but its last token, which becomes the first root.
+"""Chunked prefill: fills a slot's caches with a prompt, all but its last token, which becomes the first root.
 
 The first round then starts from the same state as every later one: n tokens in the target cache, a root,
 and one pending pair. A prompt of any length costs the memory of one chunk.
@@ -13,60 +13,65 @@ from torch import Tensor
 
 from eagle_run.session import Session, State
 
-# Row counts that a chunk is rounded up to, so that few shapes are bound (and, on a GPU, captured).
+# Row counts that a chunk is rounded up to, so that few shapes are bound.
 _ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
-def prefill(session: Session, state: State, prompts: Sequence[Sequence[int]], *, chunk: int) -> None:
-    """Writes the KV of `prompts` (one a slot, each of at least one token) and sets `state` for a first round.
+def prefill(session: Session, state: State, slot: int, prompt: Sequence[int], *, chunk: int) -> None:
+    """Writes the KV of `prompt` (of at least one token) and sets the slot's state for a first round.
 
-    `chunk` is the most tokens of a slot in one forward. Slots of different lengths run side by side; the
-    rows that a shorter one has too many write KV behind its end, which later rounds overwrite.
+    `chunk` is the most tokens in one forward. Other slots, which may be in the middle of their answers, are
+    left alone.
     """
-    device = session.device
-    cached = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
-    state.length.copy_(cached)
-    state.root.copy_(torch.tensor([prompt[-1] for prompt in prompts], device=device))
-    state.pending_count.copy_(cached.clamp(max=1))
-    state.pending_tokens[:, 0] = state.root
-    state.active.fill_(True)
-    longest = max(len(prompt) for prompt in prompts) - 1
-    for start in range(0, longest, chunk):
-        rows = round_up(min(chunk, longest - start), _ROWS, most=chunk)
-        tokens = _padded(prompts, start, rows + 1).to(device)
-        _prefill_chunk(session, state, tokens, start)
+    cached = len(prompt) - 1
+    for start in range(0, cached, chunk):
+        rows = round_up(min(chunk, cached - start), _ROWS, most=chunk)
+        tokens = list(prompt[start : start + rows + 1])
+        padded = torch.tensor([tokens + [0] * (rows + 1 - len(tokens))], device=session.device)
+        pending = _prefill_chunk(session, padded, start, last=cached - 1 - start)
+        if pending is not None:
+            state.pending_features[slot, 0] = pending
+    session.adopt(slot, cached)
+    state.length[slot] = cached
+    state.root[slot] = prompt[-1]
+    state.pending_count[slot] = min(cached, 1)
+    state.pending_tokens[slot, 0] = prompt[-1]
+    state.active[slot] = True
 
 
-def _prefill_chunk(session: Session, state: State, tokens: Tensor, start: int) -> None:
-    """tokens [B, rows + 1]: the chunk's tokens, and the one after them for the last pair of the draft."""
-    rows = tokens.shape[1] - 1
+def prefill_all(session: Session, state: State, prompts: Sequence[Sequence[int]], *, chunk: int) -> None:
+    """`prefill` of one prompt a slot."""
+    for slot, prompt in enumerate(prompts):
+        prefill(session, state, slot, prompt, chunk=chunk)
+
+
+def _prefill_chunk(session: Session, tokens: Tensor, start: int, *, last: int) -> Tensor | None:
+    """tokens [1, rows + 1]: the chunk's tokens, and the one after them for the last pair of the draft.
+
+    Gives the feature [n*H] of row `last`, where the prompt ends, or None if it ends in another chunk.
+    """
+    device, rows = session.device, tokens.shape[1] - 1
     kv = kv_bucket(start + rows, session.cache_rows)
-    write_index = state.length.clamp(max=start)  # [B]
-    positions = write_index[:, None] + torch.arange(rows, device=session.device)  # [B, rows]
-    causal = (torch.arange(kv, device=session.device) <= positions[:, :, None])[:, None]  # [B, 1, rows, kv]
+    positions = torch.arange(start, start + rows, device=device)
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
     shared = {
-        "position_ids": positions,
-        "write_index": write_index,
-        "tree_mask": causal,
-        "logits_index": torch.zeros_like(state.root)[:, None],  # one row: no logits are wanted yet
+        "position_ids": positions[None],
+        "write_index": zero + start,
+        "tree_mask": (torch.arange(kv, device=device) <= positions[:, None])[None, None],  # [1, 1, rows, kv]
+        "logits_index": zero[:, None],  # one row: no logits are wanted yet
     }
 
-    target = session.target(rows, 1, kv)
+    target = session.target(rows, 1, kv, staged=True)
     fill(target.inputs, input_ids=tokens[:, :-1], **shared)
     target.run()
     if not session.has_draft:
-        return
-    features = target.outputs["features"]  # [B, rows, n*H]
-    last = state.length - 1 - start  # the row of a slot's last pair, where this chunk holds it
-    here = (last >= 0) & (last < rows)
-    row = last.clamp(0, rows - 1)[:, None, None].expand(-1, 1, features.shape[2])
-    pending = features.gather(1, row)[:, 0]
-    state.pending_features[:, 0] = torch.where(here[:, None], pending, state.pending_features[:, 0])
-
+        return None
+    features = target.outputs["features"]  # [1, rows, n*H]
     hidden = session.fuse(features)
-    draft = session.draft(rows, 1, kv)
+    draft = session.draft(rows, 1, kv, staged=True)
     fill(draft.inputs, input_ids=tokens[:, 1:], hidden=hidden, **shared)
     draft.run()
+    return features[0, last] if last < rows else None
 
 
 def fill(buffers: dict[str, Tensor], **values: Tensor) -> None:
@@ -92,9 +97,3 @@ def kv_bucket(rows: int, most: int) -> int:
         if width == 8 * step:
             step *= 2
     return min(width, most)
-
-
-def _padded(prompts: Sequence[Sequence[int]], start: int, size: int) -> Tensor:
-    """i64 [B, size]: tokens start … start + size of each prompt, zeros where it is over."""
-    rows = [list(prompt[start : start + size]) for prompt in prompts]
-    return torch.tensor([row + [0] * (size - len(row)) for row in rows], dtype=torch.int64)

@@ -88,6 +88,11 @@ class SettingsTensors:
     seed: Tensor
     switches: Switches
 
+    def put(self, slot: int, settings: SamplingSettings) -> None:
+        """Gives a slot the settings of another request, in place. `switches` must know them already."""
+        for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
+            getattr(self, name)[slot] = getattr(settings, name)
+
 
 def switches(settings: Sequence[SamplingSettings]) -> Switches:
     """The code that these requests need together."""

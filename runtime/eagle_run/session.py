@@ -45,6 +45,8 @@ class State:
     pending_tokens: Tensor  # i64 [B, P]
     pending_count: Tensor  # i64 [B]
     active: Tensor  # bool [B]; a finished slot computes on but neither grows nor emits
+    limit: Tensor  # i64 [B]: with this many tokens in its cache a slot is finished, and retires itself
+    report: Tensor  # i64 [B, 1 + P]: of the last round, path length and emitted tokens: what the host reads
     settings: SettingsTensors
 
     def retire(self, slot: int) -> None:
@@ -53,10 +55,19 @@ class State:
         self.length[slot] = 0
         self.pending_count[slot] = 0
 
+    def retire_full(self) -> None:
+        """Ends the slots that have come to their limit, without asking the host."""
+        self.active &= self.length < self.limit
+        self.length *= self.active
+        self.pending_count *= self.active
+
 
 @dataclass
 class Clock:
-    """Seconds spent inside each graph since the last `reset` (host clock: exact for backends that block)."""
+    """Seconds spent inside each graph since the last `reset`, by the host's clock.
+
+    So only backends that block are timed: on a GPU a call returns long before its work is done.
+    """
 
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -79,6 +90,10 @@ class Session:
     `draft_to_target` i64 [Vd] maps draft vocabulary ids to target ids. Without a draft only plain decoding
     is possible. Raises EagleError when graphs of different models are put together.
 
+    Prompts are prefilled one slot at a time, in caches of one slot ("staged"), and then adopted by their
+    slot: shapes of a prefill do not depend on the batch, nor its memory on the slot, and a prompt's rows are
+    those that a batch of one would give. In a batch of one the staging caches are the caches.
+
     `precision` of the graphs: in fp8 a target forward of one row gets a second one beside it. Backends have
     other kernels for a single row, which sum in another order, and rounding to FP8 makes such a last bit grow
     until plain decoding and a draft answer differently. With two rows at least, products agree bit for bit.
@@ -99,15 +114,19 @@ class Session:
         self.batch = batch
         self.device = torch.device(device)
         self.clock = Clock()
-        self.target_cache = self._new_cache(graphs["target"].spec)  # [L, 2, B, Hkv, S, Dh]
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # weights may have been made on another stream
+        self.target_cache = self._new_cache(graphs["target"].spec, batch)  # [L, 2, B, Hkv, S, Dh]
+        self._caches = {"target": self.target_cache}
         self.draft_to_target: Tensor | None = None
         self.has_draft = "draft" in graphs
         if self.has_draft:
             if draft_to_target is None:
                 raise EagleError("a draft graph needs the map from draft to target vocabulary")
-            self.draft_cache = self._new_cache(graphs["draft"].spec)
+            self.draft_cache = self._caches["draft"] = self._new_cache(graphs["draft"].spec, batch)
             self.draft_to_target = draft_to_target.to(self.device)
             _check_pair(graphs, len(draft_to_target))
+        self._staging: dict[str, Tensor] = {}
         self._buffers: dict[tuple[object, ...], Tensor] = {}
         self._forwards: dict[tuple[object, ...], Forward] = {}
         self._tables: dict[TreeShape, TreeTables] = {}
@@ -119,16 +138,33 @@ class Session:
         return min(cache.shape[4] for cache in caches)
 
     @property
+    def timed(self) -> bool:
+        """Whether `clock` tells the time of graphs."""
+        return self.device.type == "cpu"
+
+    @property
+    def capturable(self) -> bool:
+        """Whether rounds can be captured as CUDA graphs."""
+        return self.device.type == "cuda" and all(graph.capturable for graph in self.graphs.values())
+
+    @property
     def feature_size(self) -> int:
         return int(_shape(self.graphs["target"].spec, "features")[-1])
 
-    def target(self, rows: int, logit_rows: int, kv: int) -> Forward:
+    def target(self, rows: int, logit_rows: int, kv: int, *, staged: bool = False) -> Forward:
         """The target over `rows` tokens a slot, logits of `logit_rows` of them, attending to `kv` rows."""
-        return self._forward("target", self.target_cache, rows, logit_rows, kv)
+        return self._forward("target", staged, rows, logit_rows, kv)
 
-    def draft(self, rows: int, logit_rows: int, kv: int) -> Forward:
+    def draft(self, rows: int, logit_rows: int, kv: int, *, staged: bool = False) -> Forward:
         """The draft over `rows` (hidden, token) pairs a slot."""
-        return self._forward("draft", self.draft_cache, rows, logit_rows, kv)
+        return self._forward("draft", staged, rows, logit_rows, kv)
+
+    def adopt(self, slot: int, rows: int) -> None:
+        """Gives `slot` the first `rows` rows of the staging caches."""
+        if self.batch == 1:
+            return
+        for name, staging in self._staging.items():
+            self._caches[name][:, :, slot, :, :rows] = staging[:, :, 0, :, :rows]
 
     def tables(self, shape: TreeShape) -> TreeTables:
         """The constants of a tree shape on this device, made the first time it is used."""
@@ -143,7 +179,7 @@ class Session:
         """
         if "fuse" not in self.graphs:
             return features
-        forward = self._forward("fuse", None, features.shape[1], 0, 0)
+        forward = self._forward("fuse", len(features) < self.batch, features.shape[1], 0, 0)
         forward.inputs["features"].copy_(features)
         forward.run()
         return forward.outputs["hidden"]
@@ -163,21 +199,32 @@ class Session:
             pending_tokens=zeros(batch, path_rows),
             pending_count=zeros(batch),
             active=torch.ones(batch, dtype=torch.bool, device=device),
+            limit=torch.full((batch,), self.cache_rows, device=device),
+            report=zeros(batch, 1 + path_rows),
             settings=settings,
         )
 
-    def _forward(self, name: str, cache: Tensor | None, rows: int, logit_rows: int, kv: int) -> Forward:
-        key = (name, rows, logit_rows, kv)
+    def _forward(self, name: str, staged: bool, rows: int, logit_rows: int, kv: int) -> Forward:
+        key = (name, staged and self.batch > 1, rows, logit_rows, kv)
         if key not in self._forwards:
-            self._forwards[key] = self._bind(name, cache, {"T": rows, "R": logit_rows, "KV": kv})
+            sizes = {"B": 1 if staged else self.batch, "T": rows, "R": logit_rows, "KV": kv}
+            self._forwards[key] = self._bind(name, self._cache(name, staged), sizes)
         return self._forwards[key]
+
+    def _cache(self, name: str, staged: bool) -> Tensor | None:
+        """The cache that a forward writes; None for the fuse, which has none."""
+        if not staged or self.batch == 1 or name not in self._caches:
+            return self._caches.get(name)
+        if name not in self._staging:
+            self._staging[name] = self._new_cache(self.graphs[name].spec, 1)
+        return self._staging[name]
 
     def _bind(self, name: str, cache: Tensor | None, sizes: dict[str, int]) -> Forward:
         graph = self.graphs[name]
         rows = sizes["T"]
-        alone = name == "target" and self.batch * rows < self.min_rows
+        alone = name == "target" and sizes["B"] * rows < self.min_rows
         more = {"T": self.min_rows, "R": self.min_rows} if alone else {}
-        sizes = {"B": self.batch, **sizes, **more}
+        sizes = {**sizes, **more}
         tensors: dict[str, Tensor] = {}
         for spec in (*graph.spec.inputs, *graph.spec.outputs):
             if cache is not None and spec.name.startswith(("past_", "present_")):
@@ -185,7 +232,9 @@ class Session:
             else:
                 shape = tuple(sizes[axis] if isinstance(axis, str) else axis for axis in spec.shape)
                 tensors[spec.name] = self._buffer(name, spec.name, shape, DTYPES[spec.dtype])
-        run = self.clock.timed(name, graph.bind(tensors))
+        run = graph.bind(tensors)
+        if self.timed:
+            run = self.clock.timed(name, run)
         if alone:
             tensors["tree_mask"][..., 0] = True  # a row that sees nothing would be NaN
 
@@ -207,10 +256,10 @@ class Session:
             self._buffers[key] = torch.zeros(shape, dtype=dtype, device=self.device)
         return self._buffers[key]
 
-    def _new_cache(self, spec: GraphSpec) -> Tensor:
+    def _new_cache(self, spec: GraphSpec, batch: int) -> Tensor:
         layers = sum(value.name.startswith("past_key.") for value in spec.inputs)
         _, heads, rows, width = _shape(spec, "past_key.0")
-        shape = (layers, 2, self.batch, int(heads), int(rows), int(width))
+        shape = (layers, 2, batch, int(heads), int(rows), int(width))
         return torch.zeros(shape, dtype=DTYPES[_dtype(spec, "past_key.0")], device=self.device)
 
 

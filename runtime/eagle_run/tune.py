@@ -24,10 +24,11 @@ from eagle_run.environment import environment
 from eagle_run.errors import EagleError
 from eagle_run.forward_time import forward_seconds, fuse_seconds
 from eagle_run.hashing import cache_dir
-from eagle_run.loop import Request
-from eagle_run.prefill import kv_bucket, prefill
+from eagle_run.prefill import kv_bucket, prefill_all
+from eagle_run.request import Request
 from eagle_run.sampling import SamplingSettings, stack
 from eagle_run.step import observed_step
+from eagle_run.stream import on_stream
 from eagle_run.tree import TreeShape
 from eagle_run.tree_spec import describe, parse_spec, spec_of
 from eagle_run.tune_model import Costs, decide, dynamic_like, interpolate, rank_paths, shortlist
@@ -118,7 +119,8 @@ def _entrants(engine: Engine, requests: list[list[Request]], rule: str, seconds:
     if not paths:
         return []
     short = [replace(request, max_new_tokens=8) for request in requests[0]]
-    plain_glue = median(time.glue for time in engine.decode(short, TreeShape.plain()).rounds)
+    plain = engine.decode(short, TreeShape.plain())
+    plain_glue = median(time.glue if session.timed else 0.0 for time in plain.rounds)
     per_level = max(median(glue) - plain_glue, 0) / len(wide.levels)
     costs = Costs(target, drafting, (plain_glue, per_level), fuse_seconds(session))
     found = shortlist(costs, paths, seen=wide, max_nodes=most, keep=2)
@@ -149,29 +151,43 @@ def _survey(
 ) -> tuple[list[tuple[int, ...]], list[float]]:
     """(ranks of every accepted path, seconds of every round outside the graphs) with the wide tree.
 
-    Both are empty when the caches have no room for a round.
+    Both are empty when the caches have no room for a round. On a GPU rounds are captured when it counts, and
+    what lies between their graphs is small: it is taken for nothing.
     """
     session, limit = engine.decoder.session, time.perf_counter() + seconds
     paths: list[tuple[int, ...]] = []
     glue: list[float] = []
     for number, group in enumerate(itertools.cycle(requests), start=1):
-        state = session.new_state(shape.depth + 1, stack([r.sampling for r in group], session.device))
-        prefill(session, state, [request.prompt for request in group], chunk=engine.decoder.chunk)
-        for _ in range(12):
-            longest = int(state.length.max())
-            rows = longest + shape.cache_rows
-            if longest >= engine.decoder.max_seq_len or rows > session.cache_rows:
-                break
-            session.clock.reset()
-            start = time.perf_counter()
-            kv = kv_bucket(rows, session.cache_rows)
-            plan, _, path = observed_step(session, state, shape, kv=kv)
-            ends = path.nodes[:, -1].tolist()
-            glue.append(time.perf_counter() - start - sum(session.clock.seconds.values()))
-            paths += [rank_paths(table)[end] for table, end in zip(plan.parents.tolist(), ends, strict=True)]
+        with on_stream(session.device):
+            _survey_group(engine, group, shape, paths, glue)
         if time.perf_counter() > limit or (number == len(requests) and not glue):
             break
     return paths, glue
+
+
+def _survey_group(
+    engine: Engine,
+    group: list[Request],
+    shape: TreeShape,
+    paths: list[tuple[int, ...]],
+    glue: list[float],
+) -> None:
+    """A few rounds of one request a slot; adds to `paths` and `glue`."""
+    session = engine.decoder.session
+    state = session.new_state(shape.depth + 1, stack([r.sampling for r in group], session.device))
+    prefill_all(session, state, [request.prompt for request in group], chunk=engine.decoder.chunk)
+    for _ in range(12):
+        longest = int(state.length.max())
+        rows = longest + shape.cache_rows
+        if longest >= engine.decoder.max_seq_len or rows > session.cache_rows:
+            break
+        session.clock.reset()
+        start = time.perf_counter()
+        plan, _, path = observed_step(session, state, shape, kv=kv_bucket(rows, session.cache_rows))
+        ends = path.nodes[:, -1].tolist()
+        spent = time.perf_counter() - start - sum(session.clock.seconds.values())
+        glue.append(spent if session.timed else 0.0)
+        paths += [rank_paths(table)[end] for table, end in zip(plan.parents.tolist(), ends, strict=True)]
 
 
 def _heats(
@@ -205,7 +221,7 @@ def _heats(
 
 def _rate(decoded: Decoded) -> float:
     """Tokens per second of the median round: one that something else disturbed does not count."""
-    seconds = median(time.draft + time.verify + time.glue for time in decoded.rounds)
+    seconds = median(time.total for time in decoded.rounds)
     return decoded.stats.tokens_per_round / seconds
 
 

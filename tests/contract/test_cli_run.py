@@ -15,8 +15,8 @@ from tinybundle import MAX_SEQ_LEN, make_bundle
 from eagle_run import generate, tune
 from eagle_run.cli import run
 from eagle_run.engine import Engine, open_engine
-from eagle_run.loop import Piece
 from eagle_run.mismatch import Mismatch
+from eagle_run.request import Piece
 from eagle_run.tree import TreeShape
 
 COMMANDS = ("generate", "chat", "bench")

@@ -21,7 +21,8 @@ from torch import Tensor
 
 import eagle_run.step
 from eagle_export.reference import Modules
-from eagle_run.loop import Decoder, Request, Stats
+from eagle_run.loop import Decoder
+from eagle_run.request import Request, Stats
 from eagle_run.sampling import SamplingSettings
 from eagle_run.tree import TreeShape
 

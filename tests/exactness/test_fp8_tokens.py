@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from eagle_run.engine import Engine, open_engine
-from eagle_run.loop import Request
+from eagle_run.request import Request
 from eagle_run.sampling import SamplingSettings
 from eagle_run.tree import TreeShape
 

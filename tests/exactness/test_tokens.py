@@ -13,7 +13,8 @@ from tiny import EOS, Answer, answers_of, eager_decoder, modules_of
 from eagle_export.reference import Modules
 from eagle_run.engine import Engine, open_engine
 from eagle_run.errors import EagleError, UsageError
-from eagle_run.loop import Decoder, Request, Stats
+from eagle_run.loop import Decoder
+from eagle_run.request import Request, Stats
 from eagle_run.sampling import SamplingSettings
 from eagle_run.tree import TreeShape, best_static
 

@@ -18,7 +18,7 @@ from eagle_export.progress import Report
 from eagle_export.reference import Modules, eager_graphs
 from eagle_run.bundle import AccuracyInfo, Limits
 from eagle_run.errors import EagleError
-from eagle_run.loop import Request
+from eagle_run.request import Request
 from eagle_run.text import Text
 from eagle_run.tree import TreeShape
 

@@ -14,8 +14,8 @@ from eagle_run.bench_result import merge
 from eagle_run.dataset import Question, read_prompts, read_questions
 from eagle_run.engine import Engine, open_engine
 from eagle_run.errors import EagleError, UsageError
-from eagle_run.loop import Stats
 from eagle_run.mismatch import find_mismatch, next_logits
+from eagle_run.request import Stats
 from eagle_run.sampling import SamplingSettings
 from eagle_run.tree import TreeShape, best_static
 

@@ -11,7 +11,7 @@ from tinybundle import END, make_bundle
 
 from eagle_run.engine import Engine, open_engine
 from eagle_run.errors import EagleError, UsageError
-from eagle_run.loop import Piece
+from eagle_run.request import Piece
 from eagle_run.sampling import SamplingSettings
 from eagle_run.tree import TreeShape
 
@@ -77,7 +77,7 @@ def test_a_batch_gives_each_prompt_what_it_gives_alone(tiny_bundle: Path, engine
 
 def test_decoded_survives_an_interrupt(engine: Engine) -> None:
     from eagle_run.engine import Decoded
-    from eagle_run.loop import Stats
+    from eagle_run.request import Stats
 
     def stop(piece: Piece) -> None:
         if len(decoded.rounds) == 3:

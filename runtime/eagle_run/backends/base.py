@@ -37,9 +37,15 @@ class Graph(Protocol):
     building the binding. The function it returns is called once per forward: it reads the bound inputs,
     writes the bound outputs, allocates nothing and waits for nothing, so that it can be captured.
     `past_*` and `present_*` of one layer are bound to the same tensor.
+
+    `capturable`: a run may be recorded into a CUDA graph, once it has run before. On a GPU every run is
+    enqueued on torch's current stream, which is that of `stream.py`.
     """
 
     @property
     def spec(self) -> GraphSpec: ...
+
+    @property
+    def capturable(self) -> bool: ...
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> Run: ...

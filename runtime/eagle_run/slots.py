@@ -1,0 +1,217 @@
+"""The host's side of decoding: which request is in which slot, which rounds are under way, what is over."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from eagle_run.cudagraph import CapturedRounds
+from eagle_run.handover import Handover, Read
+from eagle_run.prefill import kv_bucket, prefill
+from eagle_run.request import Piece, Request, Stats
+from eagle_run.sampling import switches
+from eagle_run.session import Session, State
+from eagle_run.step import step
+from eagle_run.stream import on_stream, wait
+from eagle_run.text import Detokenizer, StopStrings, Text
+from eagle_run.tree import TreeShape
+
+
+class Slot:
+    """What the host keeps of a request: its tokens so far, its text, and when it is over.
+
+    `length` tokens are known to be in the cache; `under_way` rounds were issued and not read yet, each of
+    which will add at least one.
+    """
+
+    def __init__(self, index: int, request: Request, max_seq_len: int, text: Text | None) -> None:
+        self.index = index
+        self.request = request
+        self.finish_reason: str | None = None
+        self.length = len(request.prompt) - 1
+        self.under_way = 0
+        self.prefill_seconds = 0.0
+        self.room = min(request.max_new_tokens, max_seq_len - len(request.prompt))
+        self.limit = self.length + self.room
+        self._detokenizer = Detokenizer(text) if text else None
+        self._stop = StopStrings(request.stop_strings)
+
+    @property
+    def wants_a_round(self) -> bool:
+        """Not if the rounds under way will fill it for sure."""
+        return self.finish_reason is None and self.room > self.under_way
+
+    def longest(self, path_rows: int) -> int:
+        """The most tokens that its cache may hold when the next round begins."""
+        return min(self.length + self.under_way * path_rows, self.limit - 1)
+
+    def take(self, tokens: Sequence[int]) -> Piece:
+        """Keeps a round's tokens up to the first that ends the answer, and turns them into text.
+
+        Token by token: where a stop string ends must not depend on how tokens were grouped into rounds.
+        """
+        self.under_way -= 1
+        self.length += len(tokens)
+        kept: list[int] = []
+        text = ""
+        for token in tokens[: self.room]:
+            kept.append(token)
+            if token in self.request.stop_tokens:
+                self.finish_reason = "stop"
+            else:
+                text += self._text(token)
+            if self.finish_reason is not None:
+                break
+        self.room -= len(kept)
+        if self.finish_reason is None and self.room == 0:
+            self.finish_reason = "length"
+        if self.finish_reason is not None:
+            text += self._rest()
+        prefill_seconds, self.prefill_seconds = self.prefill_seconds, 0.0
+        return Piece(self.index, tuple(kept), text, self.finish_reason, len(tokens), prefill_seconds)
+
+    def _text(self, token: int) -> str:
+        if self._detokenizer is None:
+            return ""
+        text, stopped = self._stop.push(self._detokenizer.push([token]))
+        if stopped:
+            self.finish_reason = "stop"
+        return text
+
+    def _rest(self) -> str:
+        """What was held back as a possible beginning of a stop string or of a character."""
+        if self._detokenizer is None or self._stop.stopped:
+            return ""
+        text, _ = self._stop.push(self._detokenizer.flush())
+        return text + self._stop.flush()
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round under way: who was in the slots when it was issued, and how to read what it emitted."""
+
+    slots: tuple[Slot | None, ...]
+    read: Read
+
+
+class Run:
+    """Requests on their way through the slots of a session.
+
+    `ahead` is how many rounds may be under way while the host looks at the one before them. All requests of
+    a run share the code that their settings need together, so that rounds do not change as slots do.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        state: State,
+        rounds: CapturedRounds,
+        requests: Sequence[Request],
+        shape: TreeShape,
+        *,
+        rule: str,
+        stats: Stats,
+        text: Text | None,
+        max_seq_len: int,
+        chunk: int,
+        ahead: int,
+    ) -> None:
+        self._session = session
+        self._state = state
+        self._rounds = rounds
+        self._shape = shape
+        self._rule = rule
+        self._stats = stats
+        self._chunk = chunk
+        self._ahead = ahead
+        self._waiting = deque(Slot(i, request, max_seq_len, text) for i, request in enumerate(requests))
+        self._slots: list[Slot | None] = [None] * session.batch
+        self._under_way: deque[Round] = deque()
+        self._handover = Handover(session.device, depth=ahead + 1)
+        self._mark = 0.0
+        with on_stream(session.device):
+            state.settings = replace(
+                state.settings, switches=switches([request.sampling for request in requests])
+            )
+            for place in range(session.batch):  # an earlier run may have been left in the middle
+                state.retire(place)
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._waiting) or any(self._slots)
+
+    def fill_slots(self) -> None:
+        """Gives free slots to waiting requests, whose prompts go into the caches."""
+        if not self._waiting or all(self._slots):
+            return
+        for place, occupant in enumerate(self._slots):
+            if occupant is None and self._waiting:
+                self._slots[place] = slot = self._waiting.popleft()
+                start = time.perf_counter()
+                self._admit(place, slot)
+                slot.prefill_seconds = time.perf_counter() - start
+                self._stats.prefill_seconds += slot.prefill_seconds
+                self._mark += slot.prefill_seconds  # not the time of the rounds under way
+        self._session.clock.reset()
+
+    def launch(self) -> None:
+        """Issues one round for all slots, unless those under way will finish every one of them."""
+        slots = tuple(slot if slot and slot.wants_a_round else None for slot in self._slots)
+        longest = max((slot.longest(self._shape.depth + 1) for slot in slots if slot), default=None)
+        if longest is None:
+            return
+        if not self._under_way:
+            self._mark = time.perf_counter()
+        kv = kv_bucket(longest + self._shape.cache_rows, self._session.cache_rows)
+        key = (self._shape, self._rule, self._state.settings.switches, kv)
+        self._rounds.run(key, partial(self._round, kv))
+        with on_stream(self._session.device):
+            read = self._handover.send(self._state.report)
+        self._under_way.append(Round(slots, read))
+        for slot in filter(None, slots):
+            slot.under_way += 1
+
+    def collect(self) -> Iterator[Piece]:
+        """The pieces of the oldest round under way, once there are more of them than may run ahead.
+
+        When nothing more will be issued for the requests that are left, of all of them.
+        """
+        while len(self._under_way) > (self._ahead if self._more_to_issue else 0):
+            round_ = self._under_way.popleft()
+            emitted = round_.read()
+            now = time.perf_counter()
+            self._stats.time(now - self._mark, self._session.clock.seconds)
+            self._session.clock.reset()
+            self._mark = now
+            for place, (slot, tokens) in enumerate(zip(round_.slots, emitted, strict=True)):
+                if slot is not None and slot.finish_reason is None:  # it may have ended in the round before
+                    yield self._take(place, slot, tokens)
+
+    @property
+    def _more_to_issue(self) -> bool:
+        return any(slot and slot.wants_a_round for slot in self._slots)
+
+    def _round(self, kv: int) -> None:
+        step(self._session, self._state, self._shape, kv=kv, rule=self._rule)
+
+    def _admit(self, place: int, slot: Slot) -> None:
+        state, request = self._state, slot.request
+        with on_stream(self._session.device):
+            state.settings.put(place, request.sampling)
+            state.limit[place] = slot.limit
+            prefill(self._session, state, place, request.prompt, chunk=self._chunk)
+        wait(self._session.device)
+        self._stats.prompt_tokens += len(request.prompt)
+
+    def _take(self, place: int, slot: Slot, tokens: Sequence[int]) -> Piece:
+        self._stats.count([len(tokens)])
+        piece = slot.take(tokens)
+        self._stats.tokens += len(piece.tokens)
+        if piece.finish_reason is not None:
+            with on_stream(self._session.device):
+                self._state.retire(place)
+            self._slots[place] = None
+        return piece

@@ -1,0 +1,183 @@
+"""Rounds that are captured and replayed, and rounds that run ahead, give the tokens of rounds that do neither.
+
+`OpRecorder` stands for the CUDA graph: what it replays are the operations of a round on the memory of the
+round, without its Python.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from opgraph import OpRecorder
+from tiny import Answer, answers_of, eager_decoder, modules_of
+
+from eagle_export.reference import Modules
+from eagle_run.cudagraph import CapturedRounds
+from eagle_run.loop import Decoder
+from eagle_run.request import Request, Stats
+from eagle_run.sampling import SamplingSettings
+from eagle_run.tree import TreeShape
+
+SHAPES = {
+    "plain": TreeShape.plain(),
+    "dynamic": TreeShape.dynamic(3, 3, 10),
+    "static": TreeShape.static((-1, 0, 0, 0, 1, 1, 4, 2)),
+    "chain": TreeShape.chain(4),
+}
+GREEDY = [
+    Request((7, 20, 33, 5, 61), max_new_tokens=40),
+    Request(tuple(range(10, 40)), max_new_tokens=9),
+    Request((12,), max_new_tokens=25),
+    Request((3,) * 17, max_new_tokens=1),
+    Request(tuple(range(50, 70)), max_new_tokens=30),
+]
+MIXED = [
+    replace(request, sampling=sampling)
+    for request, sampling in zip(
+        GREEDY,
+        [
+            SamplingSettings(),
+            SamplingSettings(1.0, seed=11),
+            SamplingSettings(0.8, top_p=0.9, seed=5),
+            SamplingSettings(0.9, top_k=7, seed=6),
+            SamplingSettings(1.3, min_p=0.02, seed=4),
+        ],
+        strict=True,
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def modules(tiny_target: Path, tiny_head: Path) -> Modules:
+    return modules_of(tiny_target, tiny_head)
+
+
+def recorded(modules: Modules, **how: object) -> tuple[Decoder, CapturedRounds]:
+    decoder = eager_decoder(modules, **how)  # type: ignore[arg-type]
+    decoder.rounds = CapturedRounds("cpu", recorder=OpRecorder())
+    return decoder, decoder.rounds
+
+
+def one_by_one(modules: Modules, requests: list[Request], shape: TreeShape, rule: str) -> list[Answer]:
+    decoder = eager_decoder(modules)
+    return [answers_of(decoder, [request], shape, rule=rule)[0] for request in requests]
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in step", "ahead"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "rule", "requests"),
+    [
+        ("plain", "topk", GREEDY),
+        ("dynamic", "topk", GREEDY),
+        ("dynamic", "topk", MIXED),
+        ("static", "topk", MIXED),
+        ("static", "sampled", MIXED),
+        ("chain", "topk", GREEDY),
+        ("chain", "sampled", MIXED),
+    ],
+)
+def test_replayed_rounds_give_the_same_tokens(
+    name: str, rule: str, requests: list[Request], batch: int, ahead: bool, modules: Modules
+) -> None:
+    shape = SHAPES[name]
+    wanted = one_by_one(modules, requests, shape, rule)
+    decoder, rounds = recorded(modules, batch=batch)
+    decoder.run_ahead = ahead
+    assert answers_of(decoder, requests, shape, rule=rule) == wanted
+    assert rounds.replays > rounds.calls
+    before = rounds.captured
+    assert answers_of(decoder, requests, shape, rule=rule) == wanted  # and all of it again, replayed
+    assert rounds.captured == before
+
+
+def test_other_settings_need_no_other_capture(modules: Modules) -> None:
+    """Temperature, top-p and seed are read from device memory by the rounds that were captured."""
+    shape, base = SHAPES["dynamic"], SamplingSettings(1.0, top_p=0.9, seed=1)
+    decoder, rounds = recorded(modules)
+    answers_of(decoder, [replace(GREEDY[0], sampling=base)], shape)
+    captured, calls = rounds.captured, rounds.calls
+    answers = []
+    for sampling in (
+        SamplingSettings(0.6, top_p=0.9, seed=1),
+        SamplingSettings(1.0, top_p=0.5, seed=1),
+        SamplingSettings(1.0, top_p=0.9, seed=2),
+        base,
+    ):
+        request = replace(GREEDY[0], sampling=sampling)
+        (answer,) = answers_of(decoder, [request], shape)
+        assert [answer] == one_by_one(modules, [request], shape, "topk")
+        answers.append(answer.tokens)
+    assert len(set(answers)) == 4
+    assert (rounds.captured, rounds.calls) == (captured, calls)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_running_ahead_costs_at_most_one_round_an_answer(name: str, modules: Modules) -> None:
+    """An end of sequence is noticed one round late; a full answer is known beforehand."""
+    shape = SHAPES[name]
+    (whole,) = one_by_one(modules, [GREEDY[0]], shape, "topk")
+    stop = replace(GREEDY[0], stop_tokens=frozenset({whole.tokens[20]}))
+    for request, extra in ((stop, 1), (GREEDY[0], 1 if shape.levels else 0)):
+        counts = []
+        for ahead in (False, True):
+            decoder = eager_decoder(modules)
+            decoder.run_ahead = ahead
+            (answer,) = answers_of(decoder, [request], shape, stats=(stats := Stats()))
+            counts.append((answer, stats.rounds, stats.emitted, decoder.rounds.calls))
+        (first, *same, calls), (second, *again, more) = counts
+        assert first == second
+        assert same == again  # the round that was too many is in no figure
+        assert calls <= more <= calls + extra
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_running_ahead_stays_inside_the_caches(batch: int, modules: Modules) -> None:
+    """The round too many of an answer that filled the context: its slot has retired itself by then."""
+    shape = SHAPES["chain"]
+    long, short = tuple(range(10, 40)), Request((12,), max_new_tokens=20)
+    for room in range(1, 8):
+        request = Request(long, max_new_tokens=60)
+        most, behind = len(long) + room, max(16, shape.cache_rows)
+        answers = []
+        for ahead in (False, True):
+            decoder = eager_decoder(modules, batch=batch, max_seq_len=most, extra_rows=behind)
+            decoder.run_ahead = ahead
+            answers.append(answers_of(decoder, [request, short], shape))
+        assert answers[0] == answers[1]
+        assert len(answers[0][0].tokens) == room
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in step", "ahead"])
+def test_a_finished_slot_takes_the_next_request_while_others_go_on(ahead: bool, modules: Modules) -> None:
+    shape = SHAPES["dynamic"]
+    decoder = eager_decoder(modules, batch=2)
+    decoder.run_ahead = ahead
+    long = Request((7, 20, 33, 5, 61), max_new_tokens=60)
+    short = [Request((n, n + 1, n + 2), max_new_tokens=6) for n in range(10, 50, 5)]
+    order: list[int] = []
+    for piece in decoder.generate([long, *short], shape):
+        if piece.index not in order:
+            order.append(piece.index)
+        if piece.index == 0 and piece.finish_reason:
+            begun = len(order)
+    assert order == sorted(order)
+    assert begun > 4  # while the long one was decoded, one short one after the other had its turn
+    stats = Stats()
+    assert answers_of(decoder, [long, *short], shape, stats=stats) == one_by_one(
+        modules, [long, *short], shape, "topk"
+    )
+    assert stats.tokens == 60 + 6 * len(short)
+
+
+def test_an_answer_left_in_the_middle_does_not_show(modules: Modules) -> None:
+    decoder, _ = recorded(modules, batch=2)
+    decoder.run_ahead = True
+    shape = SHAPES["dynamic"]
+    run = decoder.generate(GREEDY[:2], shape)
+    for _ in range(4):
+        next(run)
+    run.close()
+    assert answers_of(decoder, GREEDY[2:3], shape) == one_by_one(modules, GREEDY[2:3], shape, "topk")
