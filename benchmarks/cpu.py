@@ -81,7 +81,7 @@ class Run:
             from eagle_run.engine import open_engine
             from eagle_run.environment import environment
 
-            self._engine = open_engine(self.bundle, threads=self.options["threads"])
+            self._engine = open_engine(self.bundle, device="cpu", threads=self.options["threads"])
             self.results["environment"] = environment(self.options["threads"])
         return self._engine
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle_export.compile import compile_graphs
-from eagle_export.engines.library import find_library
 from eagle_export.facts import (
     head_info,
     library_versions,
@@ -23,6 +22,7 @@ from eagle_export.plan import Plan, check_room, estimate_plan, make_plan
 from eagle_export.progress import Report, peak_memory_bytes
 from eagle_export.quantization import Quantization, find_quantization
 from eagle_export.writer import BundleWriter
+from eagle_run.backends.library import find_library
 from eagle_run.bundle import TOKENIZER, AccuracyInfo, Bundle, Limits
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from eagle_export.engines.architectures import arch_name, check_architectures
 from eagle_export.engines.compile import compile_engine
-from eagle_export.engines.library import find_library
 from eagle_export.engines.profiles import choose_profiles
 from eagle_export.engines.request import EngineRequest, EngineSettings
 from eagle_export.estimate import estimate, memory_here, weigh_bundle
@@ -18,6 +17,7 @@ from eagle_export.options import EngineOptions
 from eagle_export.place import free_space
 from eagle_export.progress import Report
 from eagle_export.writer import BundleWriter
+from eagle_run.backends.library import find_library
 from eagle_run.bundle import Artifact, Bundle, EngineProfile, Limits, TreeDefaults, load_bundle
 from eagle_run.errors import EagleError, UsageError
 

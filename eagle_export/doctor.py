@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from eagle_export import recipe, weights
 from eagle_export.describe import size
 from eagle_export.engines.architectures import arch_name, can_compute, check_architectures
-from eagle_export.engines.library import MODULES, find_library
 from eagle_export.place import free_space
+from eagle_run.backends.library import MODULES, find_library
 from eagle_run.bundle import cache_dir
 from eagle_run.errors import EagleError
 
@@ -207,19 +207,12 @@ def _demo_weights() -> Check:
 
 def _backends(gpus: Sequence[Gpu]) -> list[Check]:
     """What each backend needs, first need that is not met first."""
+    on_gpu: list[Need] = [_some_gpu(gpus), _torch_cuda]
     return [
-        _backend("onnxruntime (CPU)", "eagle_run.backends.onnxruntime", [_provider("CPUExecutionProvider")]),
-        _backend(
-            "onnxruntime (CUDA)",
-            "eagle_run.backends.onnxruntime",
-            [_provider("CUDAExecutionProvider"), _some_gpu(gpus)],
-        ),
-        _backend(
-            "tensorrt", "eagle_run.backends.tensorrt", [_module("tensorrt", "tensorrt"), _some_gpu(gpus)]
-        ),
-        _backend(
-            "tensorrt-rtx", "eagle_run.backends.tensorrt", [_module("tensorrt_rtx", "rtx"), _some_gpu(gpus)]
-        ),
+        _backend("onnxruntime (CPU)", [_provider("CPUExecutionProvider")]),
+        _backend("onnxruntime (CUDA)", [_provider("CUDAExecutionProvider"), *on_gpu]),
+        _backend("tensorrt", [_module("tensorrt", "tensorrt"), *on_gpu]),
+        _backend("tensorrt-rtx", [_module("tensorrt_rtx", "rtx"), *on_gpu]),
     ]
 
 
@@ -248,9 +241,7 @@ def _by_precision(capabilities: Sequence[str]) -> Iterator[tuple[str, list[str]]
 Need = Callable[[], tuple[str, str] | None]  # what is lacking and how to get it, or None
 
 
-def _backend(name: str, module: str, needs: Sequence[Need]) -> Check:
-    if importlib.util.find_spec(module) is None:
-        return Check("backend", name, "missing", "this version of eagle-export does not have it yet")
+def _backend(name: str, needs: Sequence[Need]) -> Check:
     for need in needs:
         if lack := need():
             return Check("backend", name, "missing", *lack)
@@ -280,3 +271,12 @@ def _module(module: str, extra: str) -> Need:
 
 def _some_gpu(gpus: Sequence[Gpu]) -> Need:
     return lambda: None if gpus else ("no NVIDIA GPU here", "run on a machine with one")
+
+
+def _torch_cuda() -> tuple[str, str] | None:
+    """Whatever runs the graphs, what happens between them is torch's."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    return f"torch {torch.__version__} cannot use the GPU", "install a torch build for CUDA"

@@ -11,10 +11,10 @@ import re
 import sys
 from collections.abc import Sequence
 
+from eagle_run.backends.library import RTX_CAPABILITIES
 from eagle_run.errors import EagleError, UsageError
 
 BACKENDS = ("tensorrt", "tensorrt-rtx")
-RTX_CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")  # what TensorRT-RTX 1.7 lists
 DEFAULT_CAPABILITIES = ("8.9", "12.0")  # GeForce RTX 40 and 50
 # The first capability whose matrix units know a type, and why others do not.
 _LEAST = {

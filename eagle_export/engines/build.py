@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_export.engines.layers import LayerLog
 from eagle_export.engines.network import check_network, decompose_attention, load_graph, parse
-from eagle_export.engines.request import tensor_range
+from eagle_run.backends.profiles import tensor_range
 from eagle_run.errors import EagleError
 from eagle_run.records import LayerSummary
 
 if TYPE_CHECKING:
-    from eagle_export.engines.library import Library
     from eagle_export.engines.request import EngineRequest
+    from eagle_run.backends.library import Library
 
 Send = Callable[[dict[str, Any]], None]
 _MAIN_PHASE = "Computing profile costs"

@@ -15,8 +15,8 @@ from eagle_export.engines.attention import check_attention
 from eagle_run.errors import EagleError, first_line
 
 if TYPE_CHECKING:
-    from eagle_export.engines.library import Library
     from eagle_run.backends.base import GraphSpec, TensorSpec
+    from eagle_run.backends.library import Library
 
 # Operators that must come out as one layer each, and of which kind.
 NATIVE = {

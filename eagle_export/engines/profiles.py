@@ -20,7 +20,7 @@ costs nothing but the tuning: the ones that are left cover its sizes too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from eagle_export.engines.request import PROFILE_NAMES
 from eagle_run.errors import UsageError
@@ -66,11 +66,6 @@ def choose_profiles(
         )
     alone = 2 if precision == "fp8" else 1  # rows of plain decoding: see Session
     return _cached(graph, limits, tree, wanted or usable[-1:], alone)
-
-
-def fits(profile: EngineProfile, sizes: Mapping[str, int]) -> bool:
-    """Whether a forward with these sizes of the graph's axes can run in the profile."""
-    return all(axis.min <= sizes[name] <= axis.max for name, axis in profile.axes.items() if name in sizes)
 
 
 def _cached(

@@ -126,19 +126,5 @@ class CompiledEngine:
     warnings: tuple[str, ...] = ()
 
 
-def tensor_range(
-    tensor: TensorSpec, profile: EngineProfile
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """(smallest, tuned, largest) shape of an input in a profile."""
-    ranges = [
-        (size, size, size)
-        if isinstance(size, int)
-        else (profile.axes[size].min, profile.axes[size].opt, profile.axes[size].max)  # type: ignore[index]
-        for size in tensor.shape
-    ]
-    least, tuned, most = zip(*ranges, strict=True)
-    return least, tuned, most
-
-
 def _tensors(entries: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(entry["name"], entry["dtype"], tuple(entry["shape"])) for entry in entries)

@@ -60,7 +60,7 @@ def compile_request(request: EngineRequest, send: Send) -> dict[str, Any]:
     kind, summaries by profile, warnings. Raises EagleError for a graph that cannot be read or compiled.
     """
     from eagle_export.engines.build import build
-    from eagle_export.engines.library import find_library
+    from eagle_run.backends.library import find_library
 
     start = time.perf_counter()
     library = find_library(request.backend)

@@ -68,7 +68,20 @@ def bench(
             result.pairs.append(pair)
             if progress:
                 progress(len(result.pairs), result.speedup)
-    return replace(result, skipped_turns=run.skipped)
+    return replace(result, skipped_turns=run.skipped, captures=_captures(engine))
+
+
+def _captures(engine: Engine) -> dict[str, Any] | None:
+    """What CUDA graphs the run made, None where rounds are not captured."""
+    rounds = engine.decoder.rounds
+    if not rounds.replays:
+        return None
+    return {
+        "graphs": len(rounds.captured),
+        "bytes": rounds.memory_bytes,
+        "replays": rounds.replays,
+        "calls": rounds.calls,
+    }
 
 
 @dataclass

@@ -66,6 +66,7 @@ class BenchResult:
     max_new_tokens: int
     pairs: list[Pair] = field(default_factory=list)
     skipped_turns: int = 0
+    captures: dict[str, Any] | None = None
     environment: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -117,6 +118,7 @@ class BenchResult:
                 for place, mismatch in pair.mismatches
             ],
             "skipped_turns": self.skipped_turns,
+            "cuda_graphs": self.captures,
             "environment": self.environment,
         }
         if per_prompt:

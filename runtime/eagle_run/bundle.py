@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
+from eagle_run.backends.library import compile_command
 from eagle_run.errors import EagleError
 from eagle_run.hashing import cache_dir, file_sha256, remember_sha256
 from eagle_run.manifest import (
@@ -101,19 +102,26 @@ class Bundle:
     def artifact(
         self, graph: GraphName, backend: BackendName = "onnx", compute_capability: str | None = None
     ) -> Artifact:
-        """The one to open. Raises EagleError, naming what there is, when nothing fits."""
-        for artifact in self.artifacts(graph):
-            fits = not artifact.compute_capabilities or compute_capability in artifact.compute_capabilities
-            if artifact.backend == backend and fits:
-                return artifact
+        """The one to open: for this GPU by name, or else one that is compatible with it.
+
+        Raises EagleError, naming what there is, when nothing fits.
+        """
+        mine = [artifact for artifact in self.artifacts(graph) if artifact.backend == backend]
+        named = [
+            a for a in mine if not a.compute_capabilities or compute_capability in a.compute_capabilities
+        ]
+        fitting = named or [a for a in mine if compute_capability and a.runs_on(compute_capability)]
+        if fitting:
+            return fitting[0]
         wanted = f"{backend} for compute capability {compute_capability}" if compute_capability else backend
         there = [
             a.backend + (f" for {' and '.join(a.compute_capabilities)}" if a.compute_capabilities else "")
             for a in self.artifacts(graph)
         ]
+        command = compile_command(backend, compute_capability) if compute_capability else None
         raise EagleError(
             f"{self.path}: no {graph} graph for {wanted}; the bundle has {', '.join(there) or 'none'}",
-            hint="build it for this backend and GPU, or choose another backend",
+            hint=f"compile it for this GPU: {command}" if command else "choose another backend",
         )
 
     def file(self, artifact: Artifact) -> Path:

@@ -42,6 +42,7 @@ class Options:
     backend: str
     device: str
     threads: int
+    cuda_graphs: bool
     max_new_tokens: int
     temperature: float
     top_k: int
@@ -72,6 +73,8 @@ class Options:
                 batch=batch,
                 threads=self.threads,
                 with_draft=self.tree != "plain",
+                cuda_graphs=self.cuda_graphs,
+                log=note,
             )
 
     def _check(self) -> None:
@@ -152,11 +155,23 @@ def _options(max_new_tokens: int) -> Iterator[Callable[[Any], Any]]:
         type=click.Choice(["auto", "onnxruntime", "tensorrt", "tensorrt-rtx"]),
         default="auto",
         show_default=True,
-        help="What runs the graphs.",
+        help="auto: the bundle's TensorRT engines if they are for this GPU, else ONNX Runtime.",
     )
-    yield click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+    yield click.option(
+        "--device",
+        type=click.Choice(["auto", "cpu", "cuda"]),
+        default="auto",
+        show_default=True,
+        help="auto: the GPU for engines, the CPU for ONNX graphs. cuda: the GPU for either.",
+    )
     yield click.option(
         "--threads", type=click.IntRange(min=0), default=0, help="CPU threads; 0 takes one per core."
+    )
+    yield click.option(
+        "--cuda-graphs/--no-cuda-graphs",
+        default=True,
+        show_default=True,
+        help="On a GPU, capture rounds as CUDA graphs.",
     )
     yield click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 

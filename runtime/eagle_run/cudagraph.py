@@ -100,10 +100,10 @@ class CapturedRounds:
         """Device memory that the captures took. Graphs share it, so a first one takes more than others."""
         return sum(size for _, size in self._graphs.values())
 
-    def run(self, key: Hashable, function: Function) -> None:
-        """Does the work of `function`, by replaying it if `key` was seen before."""
+    def run(self, key: Hashable, function: Function, *, capture: bool = True) -> None:
+        """Does the work of `function`, by replaying it if `key` was seen before and it may be captured."""
         with on_stream(self._device):
-            if self._recorder is None or key not in self._seen:
+            if self._recorder is None or not capture or key not in self._seen:
                 self._seen.add(key)
                 self.calls += 1
                 function()

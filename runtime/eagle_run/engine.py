@@ -10,39 +10,50 @@ from typing import Any
 
 import torch
 
-from eagle_run.backends.base import Graph
-from eagle_run.bundle import Artifact, Bundle, GraphName, load_bundle
-from eagle_run.errors import EagleError, UsageError
-from eagle_run.loop import Decoder, Piece, Request, Stats
+from eagle_run.bundle import Bundle, load_bundle
+from eagle_run.errors import UsageError
+from eagle_run.loop import Decoder
+from eagle_run.open_graphs import Log, open_graphs
+from eagle_run.request import Piece, Request, Stats
 from eagle_run.sampling import SamplingSettings
 from eagle_run.session import Session
 from eagle_run.text import Text
 from eagle_run.tree import TreeShape
 
-BACKENDS = ("auto", "onnxruntime", "tensorrt", "tensorrt-rtx")
-
 
 @dataclass
 class Answer:
-    """What one request gave. `finish_reason` is "stop" or "length", None while it is not over."""
+    """What one request gave. `finish_reason` is "stop" or "length", None while it is not over.
+
+    `stats` counts the rounds that it took part in; their time is shared with the other slots.
+    """
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
+    stats: Stats = field(default_factory=Stats)
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: Piece, time: RoundTime) -> None:
         self.tokens += piece.tokens
         self.text += piece.text
         self.finish_reason = piece.finish_reason
+        self.stats.count([piece.emitted])
+        self.stats.tokens += len(piece.tokens)
+        self.stats.prefill_seconds += piece.prefill_seconds
+        self.stats.time(time.total, {"draft": time.draft, "target": time.verify})
 
 
 @dataclass(frozen=True)
 class RoundTime:
-    """Seconds of one round; `glue` is everything outside the graphs."""
+    """Seconds of one round; `glue` is all that is outside the graphs, or everything if they are not timed."""
 
     draft: float
     verify: float
     glue: float
+
+    @property
+    def total(self) -> float:
+        return self.draft + self.verify + self.glue
 
 
 @dataclass(frozen=True)
@@ -77,7 +88,7 @@ class Engine:
 
     @property
     def precision(self) -> str:
-        return self.bundle.artifact("target").precision
+        return self.decoder.session.precision
 
     def request(
         self,
@@ -124,14 +135,14 @@ class Engine:
         `decoded`, if given, is filled as the run goes on: what is there survives an interrupt.
         """
         decoded = decoded or Decoded([], Stats(), [])
-        decoded.answers.extend(Answer() for _ in requests)
+        decoded.answers.extend(Answer(stats=Stats(prompt_tokens=len(r.prompt))) for r in requests)
         stats, seen = decoded.stats, Stats()
         with one_torch_thread():
             for piece in self.decoder.generate(requests, shape, rule=rule, stats=stats):
                 if stats.steps > seen.steps:  # with a batch, a round gives several pieces
                     decoded.rounds.append(_round_time(seen, stats))
                     seen = replace(stats)
-                decoded.answers[piece.index].add(piece)
+                decoded.answers[piece.index].add(piece, decoded.rounds[-1])
                 if on_piece:
                     on_piece(piece)
         return decoded
@@ -162,18 +173,21 @@ def open_engine(
     path: str | os.PathLike[str],
     *,
     backend: str = "auto",
-    device: str = "cpu",
+    device: str = "auto",
     batch: int = 1,
     threads: int = 0,
     with_draft: bool = True,
+    cuda_graphs: bool = True,
+    log: Log | None = None,
 ) -> Engine:
     """Loads the bundle at `path` with its hashes verified.
 
-    `backend` is "auto" or "onnxruntime"; `threads` is the number inside an operator (0: one per core);
-    `batch` is how many prompts decode side by side. Without `with_draft` only plain decoding is possible,
-    and the draft's memory is saved. Raises EagleError for a bad bundle and for what is not there yet.
+    `backend` and `device` are those of `open_graphs`; `threads` is the number inside an operator of ONNX
+    Runtime on a CPU (0: one per core); `batch` is how many prompts decode side by side. Without `with_draft`
+    only plain decoding is possible, and the draft's memory is saved. `cuda_graphs`: on a GPU rounds are
+    captured and replayed, where the backend allows it. `log` is told what the user should know.
+    Raises EagleError for a bad bundle and for what this machine lacks.
     """
-    backend = _backend(backend)
     bundle = load_bundle(os.fspath(path))
     limits = bundle.manifest.limits
     if not 1 <= batch <= limits.max_batch:
@@ -184,17 +198,35 @@ def open_engine(
     if threads < 0:
         raise UsageError(f"threads is {threads}; it must be at least 0 (0: one per core)")
     has_head = with_draft and bundle.manifest.head is not None
+    opened = open_graphs(
+        bundle, backend=backend, device=device, threads=threads, with_draft=with_draft, log=log
+    )
     session = Session(
-        _graphs(bundle, has_head, device=device, threads=threads),
+        opened.graphs,
         batch=batch,
         draft_to_target=_vocabulary(bundle) if has_head else None,
-        device=device,
-        precision=bundle.artifact("target").precision,
+        device=opened.device,
+        precision=opened.precision,
     )
-    return assemble(bundle, session, backend=backend, device=device, threads=threads)
+    return assemble(
+        bundle,
+        session,
+        backend=opened.backend,
+        device=opened.device,
+        threads=threads,
+        cuda_graphs=cuda_graphs,
+    )
 
 
-def assemble(bundle: Bundle, session: Session, *, backend: str, device: str, threads: int) -> Engine:
+def assemble(
+    bundle: Bundle,
+    session: Session,
+    *,
+    backend: str,
+    device: str,
+    threads: int,
+    cuda_graphs: bool = True,
+) -> Engine:
     """An engine that decodes in `session`, with the bundle's limits, text and, if it has a draft, tree."""
     limits = bundle.manifest.limits
     text = Text.load(bundle.tokenizer_dir)
@@ -204,6 +236,7 @@ def assemble(bundle: Bundle, session: Session, *, backend: str, device: str, thr
         chunk=limits.prefill_chunk,
         text=text,
         max_nodes=limits.max_tree_nodes,
+        capture=cuda_graphs,
     )
     defaults = bundle.manifest.tree if session.has_draft else None
     return Engine(
@@ -215,47 +248,6 @@ def assemble(bundle: Bundle, session: Session, *, backend: str, device: str, thr
         device=device,
         threads=threads,
     )
-
-
-def _backend(name: str) -> str:
-    if name in ("auto", "onnxruntime"):
-        return "onnxruntime"
-    if name in BACKENDS:
-        raise EagleError(
-            f"the {name} backend is not in this version of eagle-run yet",
-            hint="use --backend onnxruntime (with --device cuda on a GPU)",
-        )
-    raise UsageError(f"unknown backend {name!r}", hint=f"choose one of {', '.join(BACKENDS)}")
-
-
-def _graphs(bundle: Bundle, has_head: bool, *, device: str, threads: int) -> dict[str, Graph]:
-    from eagle_run.backends.onnxruntime import OnnxRuntimeGraph
-
-    names: list[GraphName] = ["target"]
-    if has_head:
-        names.append("draft")
-        if bundle.artifacts("fuse"):
-            names.append("fuse")
-    graphs: dict[str, Graph] = {}
-    for name in names:
-        artifact = bundle.artifact(name, "onnx")
-        if device == "cpu" and _has_bf16(artifact):
-            raise EagleError(
-                f"{bundle.path} is in bf16, which ONNX Runtime computes on GPUs only",
-                hint="build it in fp32 or fp16 for a CPU",
-            )
-        graph = OnnxRuntimeGraph(bundle.file(artifact), name, device=device, threads=threads)
-        if graph.spec != artifact.spec():
-            raise EagleError(
-                f"{bundle.file(artifact)}: the graph's inputs and outputs are not those in the manifest",
-                hint="build the bundle again with `eagle-export build ... --force`",
-            )
-        graphs[name] = graph
-    return graphs
-
-
-def _has_bf16(artifact: Artifact) -> bool:
-    return any(tensor.dtype == "bfloat16" for tensor in (*artifact.inputs, *artifact.outputs))
 
 
 def _vocabulary(bundle: Bundle) -> torch.Tensor:

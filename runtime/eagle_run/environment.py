@@ -1,4 +1,4 @@
-"""What a measurement ran on: processor, cores, threads, versions."""
+"""What a measurement ran on: processor, cores, threads, GPU, versions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 
 import eagle_run
 
-_LIBRARIES = ("torch", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tokenizers")
+_LIBRARIES = ("torch", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx", "tokenizers")
 
 
 def environment(threads: int = 0) -> dict[str, Any]:
     """`threads` as the engine was told (0: one per core). Names no host, user or path."""
     return {
         "cpu": cpu_model(),
+        **gpu(),
         "cores": cores(),
         "threads": threads or cores(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -24,6 +25,14 @@ def environment(threads: int = 0) -> dict[str, Any]:
         "eagle_run": eagle_run.__version__,
         **{name.replace("-", "_"): found for name in _LIBRARIES if (found := _version(name))},
     }
+
+
+def gpu() -> dict[str, str]:
+    """The GPU that torch would use and its compute capability; empty where there is none."""
+    from eagle_run.gpu import find_gpu
+
+    found = find_gpu()
+    return {} if found is None else {"gpu": found.name, "compute_capability": found.capability}
 
 
 def cores() -> int:

@@ -42,7 +42,7 @@ class Decoder:
         self.chunk = chunk
         self.text = text
         self.run_ahead = session.device.type == "cuda" if run_ahead is None else run_ahead
-        self.rounds = rounds or CapturedRounds(session.device, enabled=capture and session.capturable)
+        self.rounds = rounds or CapturedRounds(session.device, enabled=capture)
         self._states: dict[int, State] = {}
 
     def generate(
@@ -119,6 +119,12 @@ class Decoder:
                 f"this tree has {shape.nodes} nodes, the root included; the bundle was built for "
                 f"{self.max_nodes}",
                 hint="take a smaller tree, or build the bundle with a larger --max-tree-nodes",
+            )
+        widest = max((level.width for level in shape.levels), default=1)
+        if self.max_nodes is not None and widest > self.max_nodes:
+            raise UsageError(
+                f"a level of this tree has {widest} rows; the bundle was built for {self.max_nodes}",
+                hint="take a smaller top-k, or build the bundle with a larger --max-tree-nodes",
             )
         there, behind = self.session.cache_rows, max(self.chunk, shape.cache_rows)
         if self.max_seq_len + behind <= there:

@@ -166,6 +166,13 @@ class Artifact(Record):
     outputs: tuple[TensorInfo, ...]
     engine: EngineInfo | None = None
 
+    def runs_on(self, capability: str) -> bool:
+        """Whether a GPU of this compute capability ("8.9") can run it; an ONNX graph runs on any."""
+        if not self.compute_capabilities or capability in self.compute_capabilities:
+            return True
+        level = self.engine.hardware_compatibility if self.engine else "none"
+        return level == "ampere_plus" and float(capability) >= 8.0
+
     def spec(self) -> GraphSpec:
         """The signature in the runtime's own type."""
         from eagle_run.backends.base import GraphSpec, TensorSpec

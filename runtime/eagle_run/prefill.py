@@ -67,7 +67,7 @@ def _prefill_chunk(session: Session, tokens: Tensor, start: int, *, last: int) -
     if not session.has_draft:
         return None
     features = target.outputs["features"]  # [1, rows, n*H]
-    hidden = session.fuse(features)
+    hidden = session.fuse(features, staged=True)
     draft = session.draft(rows, 1, kv, staged=True)
     fill(draft.inputs, input_ids=tokens[:, 1:], hidden=hidden, **shared)
     draft.run()

@@ -18,6 +18,7 @@ from eagle_run.backends.checks import DTYPES
 from eagle_run.errors import EagleError
 from eagle_run.grow import TreeTables
 from eagle_run.sampling import SettingsTensors
+from eagle_run.stream import on_stream
 from eagle_run.tree import TreeShape
 
 
@@ -144,8 +145,8 @@ class Session:
 
     @property
     def capturable(self) -> bool:
-        """Whether rounds can be captured as CUDA graphs."""
-        return self.device.type == "cuda" and all(graph.capturable for graph in self.graphs.values())
+        """Whether rounds may be captured as CUDA graphs."""
+        return all(graph.capturable for graph in self.graphs.values())
 
     @property
     def feature_size(self) -> int:
@@ -172,14 +173,14 @@ class Session:
             self._tables[shape] = TreeTables.build(shape, self.device)
         return self._tables[shape]
 
-    def fuse(self, features: Tensor) -> Tensor:
+    def fuse(self, features: Tensor, *, staged: bool = False) -> Tensor:
         """features [B, T, n*H] of the target → what the draft takes as hidden [B, T, Hd] (EAGLE-3 §3.1).
 
         A head without a fuse graph (EAGLE-1) takes the feature itself.
         """
         if "fuse" not in self.graphs:
             return features
-        forward = self._forward("fuse", len(features) < self.batch, features.shape[1], 0, 0)
+        forward = self._forward("fuse", staged, features.shape[1], 0, 0)
         forward.inputs["features"].copy_(features)
         forward.run()
         return forward.outputs["hidden"]
@@ -205,10 +206,10 @@ class Session:
         )
 
     def _forward(self, name: str, staged: bool, rows: int, logit_rows: int, kv: int) -> Forward:
-        key = (name, staged and self.batch > 1, rows, logit_rows, kv)
+        key = (name, staged, rows, logit_rows, kv)
         if key not in self._forwards:
             sizes = {"B": 1 if staged else self.batch, "T": rows, "R": logit_rows, "KV": kv}
-            self._forwards[key] = self._bind(name, self._cache(name, staged), sizes)
+            self._forwards[key] = self._bind(name, self._cache(name, staged), sizes, staged)
         return self._forwards[key]
 
     def _cache(self, name: str, staged: bool) -> Tensor | None:
@@ -219,7 +220,7 @@ class Session:
             self._staging[name] = self._new_cache(self.graphs[name].spec, 1)
         return self._staging[name]
 
-    def _bind(self, name: str, cache: Tensor | None, sizes: dict[str, int]) -> Forward:
+    def _bind(self, name: str, cache: Tensor | None, sizes: dict[str, int], staged: bool) -> Forward:
         graph = self.graphs[name]
         rows = sizes["T"]
         alone = name == "target" and sizes["B"] * rows < self.min_rows
@@ -232,7 +233,7 @@ class Session:
             else:
                 shape = tuple(sizes[axis] if isinstance(axis, str) else axis for axis in spec.shape)
                 tensors[spec.name] = self._buffer(name, spec.name, shape, DTYPES[spec.dtype])
-        run = graph.bind(tensors)
+        run = graph.bind(tensors, shared=staged)
         if self.timed:
             run = self.clock.timed(name, run)
         if alone:
@@ -260,7 +261,8 @@ class Session:
         layers = sum(value.name.startswith("past_key.") for value in spec.inputs)
         _, heads, rows, width = _shape(spec, "past_key.0")
         shape = (layers, 2, batch, int(heads), int(rows), int(width))
-        return torch.zeros(shape, dtype=DTYPES[_dtype(spec, "past_key.0")], device=self.device)
+        with on_stream(self.device):
+            return torch.zeros(shape, dtype=DTYPES[_dtype(spec, "past_key.0")], device=self.device)
 
 
 def _layer(cache: Tensor, name: str) -> Tensor:

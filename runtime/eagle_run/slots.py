@@ -167,7 +167,7 @@ class Run:
             self._mark = time.perf_counter()
         kv = kv_bucket(longest + self._shape.cache_rows, self._session.cache_rows)
         key = (self._shape, self._rule, self._state.settings.switches, kv)
-        self._rounds.run(key, partial(self._round, kv))
+        self._rounds.run(key, partial(self._round, kv), capture=self._session.capturable)
         with on_stream(self._session.device):
             read = self._handover.send(self._state.report)
         self._under_way.append(Round(slots, read))

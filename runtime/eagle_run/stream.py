@@ -13,10 +13,16 @@ from functools import cache
 import torch
 
 
-@cache
 def stream_of(device: torch.device) -> torch.cuda.Stream | None:
     """The stream of a GPU, the same one at every call; None for a device that has no streams."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    return _stream(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def _stream(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(index)
 
 
 @contextmanager

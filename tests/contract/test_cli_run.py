@@ -352,7 +352,6 @@ def test_an_answer_that_fills_the_context_ends_with_length(eagle_run: Any, tiny_
         (["--prompt", "x", "--draft", "sampled", "--tree", "dynamic"], 2, "static tree or a chain"),
         (["--prompt", "x", "--retune"], 2, "--retune measures for --tree auto"),
         (["--prompt", "x", "--retune", "--tree", "chain:2"], 2, "--retune measures for --tree auto"),
-        (["--prompt", "x", "--backend", "tensorrt"], 1, "not in this version"),
     ],
 )
 def test_bad_input(eagle_run: Any, tiny_bundle: Path, arguments: list[str], code: int, message: str) -> None:

@@ -17,7 +17,7 @@ def rtx() -> Any:
     """The TensorRT-RTX library; what needs it is skipped where it is not installed."""
     if importlib.util.find_spec("tensorrt_rtx") is None:
         pytest.skip("tensorrt_rtx is not installed: pip install 'eagle-export[rtx]'")
-    from eagle_export.engines.library import find_library
+    from eagle_run.backends.library import find_library
 
     return find_library("tensorrt-rtx")
 

@@ -25,7 +25,7 @@ plain.__dict__.update({k: v for k, v in vars(tensorrt_rtx).items() if not k.star
 plain.__version__ = "11.4.0.106"
 sys.modules["tensorrt"] = plain
 from eagle_export.engines.build import configure
-from eagle_export.engines.library import Library
+from eagle_run.backends.library import Library
 from eagle_export.engines.request import EngineRequest, EngineSettings
 from eagle_run.backends.base import GraphSpec, TensorSpec
 from eagle_run.records import AxisRange, EngineProfile

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from eagle_export.engines import library
-from eagle_export.engines.architectures import RTX_CAPABILITIES
-from eagle_export.engines.library import find_library
+from eagle_run.backends import library
+from eagle_run.backends.library import RTX_CAPABILITIES, find_library
 from eagle_run.errors import EagleError, UsageError
 
 

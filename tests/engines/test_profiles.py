@@ -9,15 +9,16 @@ import pytest
 import torch
 from tiny import answers_of, eager_decoder, modules_of
 
-from eagle_export.engines.profiles import PROFILE_NAMES, choose_profiles, fits
-from eagle_export.engines.request import tensor_range
+from eagle_export.engines.profiles import PROFILE_NAMES, choose_profiles
 from eagle_export.options import EngineOptions
 from eagle_export.reference import Modules
 from eagle_run.backends.base import Graph, GraphSpec, Run, TensorSpec
+from eagle_run.backends.profiles import fits, tensor_range
 from eagle_run.errors import UsageError
 from eagle_run.forward_time import forward_seconds, fuse_seconds
-from eagle_run.loop import Decoder, Request
+from eagle_run.loop import Decoder
 from eagle_run.manifest import Limits, TreeDefaults
+from eagle_run.request import Request
 from eagle_run.session import Session
 from eagle_run.tree import TreeShape, best_static
 
@@ -51,7 +52,7 @@ class Recorder:
     def spec(self) -> GraphSpec:
         return self._graph.spec
 
-    def bind(self, tensors: Mapping[str, torch.Tensor]) -> Run:
+    def bind(self, tensors: Mapping[str, torch.Tensor], *, shared: bool = False) -> Run:
         sizes: dict[str, int] = {}
         for tensor in (*self.spec.inputs, *self.spec.outputs):
             for axis, size in zip(tensor.shape, tensors[tensor.name].shape, strict=True):

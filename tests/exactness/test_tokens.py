@@ -308,3 +308,13 @@ def test_smollm2_is_lossless(smollm2_bundle: Path) -> None:
             logits = modules.model(ids).logits[0, len(greedy.prompt) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
         assert float((logits.amax(1) - chosen).max()) <= TIE
+
+
+def test_a_level_wider_than_the_bundle_was_built_for(tiny_modules: Modules) -> None:
+    """Its rows fit no profile of an engine, though the tree that is kept of it may have few nodes."""
+    decoder = eager_decoder(tiny_modules)
+    decoder.max_nodes = 16
+    shape = TreeShape.dynamic(2, 20, 10)
+    assert shape.nodes <= 16
+    refuses(decoder, Request((5,)), shape, "a level of this tree has 20 rows; the bundle was built for 16")
+    assert answers_of(decoder, [Request((5,), max_new_tokens=3)], TreeShape.dynamic(2, 16, 10))

@@ -20,7 +20,7 @@ from rich.console import Console
 from eagle_export import doctor, weights
 from eagle_export.doctor import Check, Gpu, diagnose
 from eagle_export.engines import architectures
-from eagle_export.engines.library import Library
+from eagle_run.backends.library import Library
 from eagle_run.errors import EagleError
 
 GPU = Gpu("NVIDIA H200", "580.1", "143771 MiB", "9.0")
@@ -120,10 +120,10 @@ def test_backends_follow_from_providers_and_gpus(monkeypatch: pytest.MonkeyPatch
     assert found["onnxruntime (CUDA)"].hint == hint
     providers.append("CUDAExecutionProvider")
     assert by_name(doctor._backends([]))["onnxruntime (CUDA)"].detail == "no NVIDIA GPU here"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "cannot use the GPU" in by_name(doctor._backends([GPU]))["onnxruntime (CUDA)"].detail
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert by_name(doctor._backends([GPU]))["onnxruntime (CUDA)"].status == "ok"
-    missing = doctor._backend("future", "eagle_run.backends.future", [])
-    assert missing.status == "missing"
-    assert "does not have it yet" in missing.detail
 
 
 def test_what_each_compiler_can_do_here(monkeypatch: pytest.MonkeyPatch) -> None:

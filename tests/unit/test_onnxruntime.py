@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import onnxruntime
 import pytest
 import torch
 
+from eagle_run.backends import onnxruntime as backend
 from eagle_run.backends.checks import DTYPES, check_tensors
 from eagle_run.backends.onnxruntime import OnnxRuntimeGraph
 from eagle_run.errors import EagleError
@@ -104,3 +107,44 @@ def test_cuda_without_a_cuda_build_says_what_to_install(tiny_bundle: Path) -> No
     with pytest.raises(EagleError, match="no CUDA provider") as caught:
         OnnxRuntimeGraph(tiny_bundle / "onnx/target.onnx", "target", device="cuda")
     assert "onnxruntime-gpu" in caught.value.hint
+
+
+class Gpuless:
+    """An onnxruntime-gpu whose CUDA provider cannot be loaded: it logs that, and takes the CPU."""
+
+    __version__ = "1.32.0"
+    cuda_version = "13.0"
+    asked: list[Any] = []  # noqa: RUF012 - what the session was made with
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(onnxruntime, name)
+
+    def get_available_providers(self) -> list[str]:
+        return ["CUDAExecutionProvider", "CPUExecutionProvider"]
+
+    def preload_dlls(self) -> None:
+        print("Failed to load libcudnn.so.9: cannot open shared object file")
+
+    def InferenceSession(self, path: str, *, sess_options: Any, providers: Any) -> Any:
+        self.asked.append(providers)
+        return onnxruntime.InferenceSession(path, sess_options, ["CPUExecutionProvider"])
+
+
+def test_a_silent_fallback_to_the_cpu_is_an_error(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Stream:
+        cuda_stream = 4711
+
+    monkeypatch.setattr(backend, "_import_onnxruntime", Gpuless)
+    monkeypatch.setattr(backend, "stream_of", lambda device: Stream())
+    lacking = r"has a CUDA provider, but cannot load it: .*libcudnn\.so\.9"
+    with pytest.raises(EagleError, match=lacking) as caught:
+        OnnxRuntimeGraph(tiny_bundle / "onnx/target.onnx", "target", device="cuda:1")
+    assert "onnxruntime-gpu[cuda,cudnn]" in caught.value.hint
+    assert "CUDA 13.0" in caught.value.hint
+    assert capsys.readouterr().out == ""  # stdout is for the answer
+    (name, options), last = Gpuless.asked[-1]
+    assert (name, last) == ("CUDAExecutionProvider", "CPUExecutionProvider")
+    assert (options["user_compute_stream"], options["device_id"]) == ("4711", "1")
+    assert (options["use_tf32"], options["enable_cuda_graph"]) == ("0", "0")

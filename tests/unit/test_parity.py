@@ -28,7 +28,7 @@ class Faulty:
     def spec(self) -> GraphSpec:
         return self.graph.spec
 
-    def bind(self, tensors: Mapping[str, Tensor]) -> Run:
+    def bind(self, tensors: Mapping[str, Tensor], *, shared: bool = False) -> Run:
         inner = self.graph.bind(tensors)
 
         def run() -> None:

@@ -38,8 +38,10 @@ class Graph(Protocol):
     writes the bound outputs, allocates nothing and waits for nothing, so that it can be captured.
     `past_*` and `present_*` of one layer are bound to the same tensor.
 
-    `capturable`: a run may be recorded into a CUDA graph, once it has run before. On a GPU every run is
-    enqueued on torch's current stream, which is that of `stream.py`.
+    `capturable`: a run may be recorded into a CUDA graph, once it has run before; a backend may find out when
+    it binds that it is not so. With `shared` a binding is one of many (of prompts) that are never captured: a
+    backend may let them share what a capture would have to keep. On a GPU every run is enqueued on torch's
+    current stream, which is that of `stream.py`.
     """
 
     @property
@@ -48,4 +50,4 @@ class Graph(Protocol):
     @property
     def capturable(self) -> bool: ...
 
-    def bind(self, tensors: Mapping[str, torch.Tensor]) -> Run: ...
+    def bind(self, tensors: Mapping[str, torch.Tensor], *, shared: bool = False) -> Run: ...

@@ -6,6 +6,8 @@ ONNX Runtime's TensorScatter recognises and then writes only the new rows.
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ from eagle_run.backends.base import GraphSpec, Run, TensorSpec
 from eagle_run.backends.checks import check_tensors
 from eagle_run.environment import cores
 from eagle_run.errors import EagleError, first_line
+from eagle_run.stream import stream_of
 
+_CUDA = "CUDAExecutionProvider"
 # ONNX TensorProto element types: bind_input takes them where NumPy has no such dtype (bfloat16, fp8).
 _ELEMENT_TYPES = {"float32": 1, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16, "int32": 6}
 _ORT_DTYPES = {
@@ -30,16 +34,20 @@ _ORT_DTYPES = {
 
 
 class OnnxRuntimeGraph:
-    """A graph in an ONNX Runtime session. `device` is "cpu" or "cuda" (needs onnxruntime-gpu).
+    """A graph in an ONNX Runtime session. `device` is "cpu", "cuda" or "cuda:0" (needs onnxruntime-gpu).
 
-    `threads` is the number of threads inside an operator; 0 means one per core.
-    Raises EagleError when the file cannot be loaded or the CUDA provider is missing.
+    `threads` is the number of threads inside an operator on a CPU; 0 means one per core.
+    Raises EagleError when the file cannot be loaded, and when the CUDA provider or what it needs is missing.
     """
+
+    capturable = False  # it manages memory and waits on its own while it runs
 
     def __init__(self, path: Path, name: str, *, device: str = "cpu", threads: int = 0) -> None:
         ort = _import_onnxruntime()
-        self._device = device
-        providers = _providers(ort, device)
+        self._device = torch.device(device)
+        on_gpu = self._device.type == "cuda"
+        lacking = _preload(ort) if on_gpu else ""
+        providers = _providers(ort, self._device)
         try:
             self._session = ort.InferenceSession(
                 str(path), sess_options=_options(ort, threads), providers=providers
@@ -49,20 +57,22 @@ class OnnxRuntimeGraph:
                 f"ONNX Runtime {ort.__version__} cannot load {path}: {first_line(error)}",
                 hint="the file may be damaged or newer than this ONNX Runtime; build the bundle again",
             ) from error
+        if on_gpu and _CUDA not in self._session.get_providers():  # it takes the CPU and only logs that
+            raise _no_cuda(ort, lacking)
         self._spec = GraphSpec(
             name,
             tuple(_tensor_spec(value) for value in self._session.get_inputs()),
             tuple(_tensor_spec(value) for value in self._session.get_outputs()),
         )
         self._run_options = ort.RunOptions()
-        if device == "cuda":  # torch's stream is passed in, so nothing has to wait for the whole device
+        if on_gpu:  # all work is on one stream, so nothing has to wait for its end
             self._run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
 
     @property
     def spec(self) -> GraphSpec:
         return self._spec
 
-    def bind(self, tensors: Mapping[str, torch.Tensor]) -> Run:
+    def bind(self, tensors: Mapping[str, torch.Tensor], *, shared: bool = False) -> Run:
         """Binds every input and output to the tensor of its name; the returned call runs the graph on them.
 
         Raises EagleError for a missing name, another dtype, a static axis of another size, or a tensor that
@@ -85,7 +95,7 @@ class OnnxRuntimeGraph:
     def _place(self, spec: TensorSpec, tensor: torch.Tensor) -> tuple[Any, ...]:
         index = tensor.device.index or 0
         element_type = _ELEMENT_TYPES[spec.dtype]
-        return spec.name, self._device, index, element_type, list(tensor.shape), tensor.data_ptr()
+        return spec.name, self._device.type, index, element_type, list(tensor.shape), tensor.data_ptr()
 
 
 def _options(ort: Any, threads: int) -> Any:
@@ -104,17 +114,48 @@ def _options(ort: Any, threads: int) -> Any:
     return options
 
 
-def _providers(ort: Any, device: str) -> list[Any]:
-    if device == "cpu":
+def _providers(ort: Any, device: torch.device) -> list[Any]:
+    if device.type == "cpu":
         return ["CPUExecutionProvider"]
-    if "CUDAExecutionProvider" not in ort.get_available_providers():
+    if _CUDA not in ort.get_available_providers():
         raise EagleError(
             f"onnxruntime {ort.__version__} has no CUDA provider (found {ort.get_available_providers()})",
             hint="pip uninstall onnxruntime, then pip install --force-reinstall onnxruntime-gpu; "
             "or run with --device cpu",
         )
-    stream = torch.cuda.current_stream().cuda_stream
-    return [("CUDAExecutionProvider", {"user_compute_stream": str(stream)}), "CPUExecutionProvider"]
+    stream = stream_of(device)
+    assert stream is not None
+    options = {
+        "device_id": str(torch.cuda.current_device() if device.index is None else device.index),
+        # The stream of everything else: without it each run would wait for the whole device.
+        "user_compute_stream": str(stream.cuda_stream),
+        # Memory grows by what is asked for, not to the next power of two: torch wants the rest.
+        "arena_extend_strategy": "kSameAsRequested",
+        # Products of an fp32 bundle in fp32: TF32 keeps 10 bits, and greedy answers would differ.
+        "use_tf32": "0",
+        # Rounds cannot be captured around it, and its own capture knows one set of shapes.
+        "enable_cuda_graph": "0",
+    }
+    return [(_CUDA, options), "CPUExecutionProvider"]
+
+
+def _preload(ort: Any) -> str:
+    """Loads CUDA's libraries from their Python packages; returns what it says of those that are not there."""
+    said = io.StringIO()
+    if hasattr(ort, "preload_dlls"):
+        with contextlib.redirect_stdout(said):
+            ort.preload_dlls()
+    return "; ".join(line.strip() for line in said.getvalue().splitlines() if "ailed to load" in line)
+
+
+def _no_cuda(ort: Any, lacking: str) -> EagleError:
+    version = getattr(ort, "cuda_version", "") or "its CUDA"
+    return EagleError(
+        f"onnxruntime {ort.__version__} has a CUDA provider, but cannot load it: "
+        f"{lacking or 'most likely the NVIDIA driver is missing or too old'}",
+        hint=f"it needs a driver, cuBLAS and cuDNN for CUDA {version}: `nvidia-smi` shows the driver, "
+        "pip install 'onnxruntime-gpu[cuda,cudnn]' brings the libraries; or run with --device cpu",
+    )
 
 
 def _import_onnxruntime() -> Any:

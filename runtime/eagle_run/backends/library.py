@@ -1,4 +1,4 @@
-"""Finds the compiler: TensorRT or TensorRT-RTX, one API in two modules."""
+"""Finds TensorRT or TensorRT-RTX: one API in two modules, which compiles engines and runs them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from types import ModuleType
 from eagle_run.errors import EagleError, UsageError, first_line
 
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+RTX_CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")  # what TensorRT-RTX 1.7 lists
 _EXTRAS = {"tensorrt": "tensorrt", "tensorrt-rtx": "rtx"}
 # The oldest that imports opset 24 with native KV-cache updates; of RTX, the oldest that was tried.
 _OLDEST = {"tensorrt": (10, 15), "tensorrt-rtx": (1, 7)}
@@ -18,7 +19,7 @@ _OLDEST = {"tensorrt": (10, 15), "tensorrt-rtx": (1, 7)}
 
 @dataclass(frozen=True)
 class Library:
-    """An imported compiler. `backend` is its name on the command line, `version` as the module gives it."""
+    """The imported library. `backend` is its name on the command line, `version` as the module gives it."""
 
     module: ModuleType
     backend: str
@@ -50,7 +51,7 @@ def find_library(backend: str) -> Library:
     """Imports the library of a backend.
 
     Raises EagleError, with the command that helps, when it is not installed, cannot be imported (a missing
-    or wrong CUDA library) or is too old; UsageError for a backend that is no compiler.
+    or wrong CUDA library) or is too old; UsageError for a backend that has no engines.
     """
     if backend not in MODULES:
         raise UsageError(f"engines are compiled by {' or '.join(MODULES)}, found {backend!r}")
@@ -74,3 +75,11 @@ def find_library(backend: str) -> Library:
             hint=install,
         )
     return Library(module, backend, version)
+
+
+def compile_command(backend: str, capability: str) -> str:
+    """What makes engines for GPUs of this compute capability ("8.9"), of `backend` if it knows them."""
+    if backend == "tensorrt-rtx" and capability in RTX_CAPABILITIES:
+        arch = f"sm{capability.replace('.', '')}"
+        return f"`eagle-export compile BUNDLE --backend tensorrt-rtx --target-arch {arch}`"
+    return "`eagle-export compile BUNDLE --backend tensorrt` on that machine"
