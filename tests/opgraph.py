@@ -64,8 +64,9 @@ class OpRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten.lift_fresh.default:
             raise RuntimeError("a tensor is made from values of the host, which a capture does not permit")
-        for argument, given in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
+        for place, argument in enumerate(func._schema.arguments):
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            if isinstance(given, Tensor) and argument.alias_info and argument.alias_info.is_write:
                 self._before.append((given, given.clone()))
         result = func(*args, **kwargs)
         if any(not isinstance(leaf, Tensor) for leaf in tree_leaves(result) if leaf is not None):

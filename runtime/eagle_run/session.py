@@ -46,7 +46,7 @@ class State:
     pending_tokens: Tensor  # i64 [B, P]
     pending_count: Tensor  # i64 [B]
     active: Tensor  # bool [B]; a finished slot computes on but neither grows nor emits
-    limit: Tensor  # i64 [B]: with this many tokens in its cache a slot is finished, and retires itself
+    limit: Tensor  # i64 [B]: with this many tokens in its cache a slot is finished
     report: Tensor  # i64 [B, 1 + P]: of the last round, path length and emitted tokens: what the host reads
     settings: SettingsTensors
 

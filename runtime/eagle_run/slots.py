@@ -196,6 +196,8 @@ class Run:
 
     def _round(self, kv: int) -> None:
         step(self._session, self._state, self._shape, kv=kv, rule=self._rule)
+        if self._ahead:  # the next round is issued before the host sees who is finished
+            self._state.retire_full()
 
     def _admit(self, place: int, slot: Slot) -> None:
         state, request = self._state, slot.request

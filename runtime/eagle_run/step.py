@@ -95,9 +95,7 @@ def commit(session: Session, state: State, shape: TreeShape, path: Path, seen: F
         state.pending_features[:, :rows] = picked
         state.pending_tokens[:, :rows] = path.tokens
         state.pending_count.copy_(grown)
-    state.report[:, 0] = path.length
-    state.report[:, 1 : 1 + path.tokens.shape[1]] = path.tokens
-    state.retire_full()
+    torch.cat((path.length[:, None], path.tokens), 1, out=state.report)
 
 
 def _prime(session: Session, state: State, kv: int) -> tuple[Tensor, Tensor]:
