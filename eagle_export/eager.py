@@ -47,7 +47,7 @@ class EagerGraph:
     def spec(self) -> GraphSpec:
         return self._spec
 
-    def bind(self, tensors: Mapping[str, Tensor]) -> Run:
+    def bind(self, tensors: Mapping[str, Tensor], *, shared: bool = False) -> Run:
         """Check `tensors` against the signature; the returned call runs the module on them.
 
         Raises EagleError for missing names, wrong dtypes or shapes.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from eagle_export.graphs.export import Rewrite, export_as
-from eagle_export.graphs.target import cache_specs
+from eagle_export.graphs.specs import draft_spec
 from eagle_export.models.head import Draft
-from eagle_run.backends.base import GraphSpec, TensorSpec
+from eagle_run.backends.base import GraphSpec
 
 
 def export_draft(draft: Draft, path: Path, *, cache_rows: int, rewrite: Rewrite | None = None) -> GraphSpec:
@@ -18,23 +18,3 @@ def export_draft(draft: Draft, path: Path, *, cache_rows: int, rewrite: Rewrite 
     EagleError when the draft cannot be traced.
     """
     return export_as(draft_spec(draft, cache_rows), draft, path, rewrite=rewrite)
-
-
-def draft_spec(draft: Draft, cache_rows: int) -> GraphSpec:
-    """The signature of the draft graph with caches of `cache_rows` rows."""
-    sizes = draft.spec
-    dtype = str(draft.lm_head.weight.dtype).removeprefix("torch.")
-    inputs = (
-        TensorSpec("input_ids", "int64", ("B", "T")),
-        TensorSpec("hidden", dtype, ("B", "T", sizes.hidden_size)),
-        TensorSpec("position_ids", "int64", ("B", "T")),
-        TensorSpec("tree_mask", "bool", ("B", 1, "T", "KV")),
-        TensorSpec("write_index", "int64", ("B",)),
-        TensorSpec("logits_index", "int64", ("B", "R")),
-    )
-    outputs = (
-        TensorSpec("logits", "float32", ("B", "R", sizes.draft_vocab_size)),
-        TensorSpec("hidden_out", dtype, ("B", "T", sizes.hidden_size)),
-    )
-    cache = (sizes.layers, ("B", sizes.kv_heads, cache_rows, sizes.head_dim), dtype)
-    return GraphSpec("draft", inputs + cache_specs("past", *cache), outputs + cache_specs("present", *cache))

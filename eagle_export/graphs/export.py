@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from eagle_export.graphs import passes
-from eagle_export.graphs.ops import OPSET, TRANSLATION
+from eagle_export.graphs.ops import OPSET
+from eagle_export.graphs.translation import TRANSLATION
 from eagle_run.backends.base import GraphSpec, TensorSpec
 from eagle_run.errors import EagleError, first_line
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from eagle_export.graphs.export import Rewrite, export_as
+from eagle_export.graphs.specs import fuse_spec
 from eagle_export.models.head import Fuse
-from eagle_run.backends.base import GraphSpec, TensorSpec
+from eagle_run.backends.base import GraphSpec
 
 
 def export_fuse(fuse: Fuse, path: Path, *, rewrite: Rewrite | None = None) -> GraphSpec:
@@ -16,11 +17,3 @@ def export_fuse(fuse: Fuse, path: Path, *, rewrite: Rewrite | None = None) -> Gr
     EagleError when it cannot be traced.
     """
     return export_as(fuse_spec(fuse), fuse, path, rewrite=rewrite)
-
-
-def fuse_spec(fuse: Fuse) -> GraphSpec:
-    """The signature of the fuse graph."""
-    dtype = str(fuse.fc.weight.dtype).removeprefix("torch.")
-    features = TensorSpec("features", dtype, ("B", "T", fuse.spec.feature_width))
-    hidden = TensorSpec("hidden", dtype, ("B", "T", fuse.spec.hidden_size))
-    return GraphSpec("fuse", (features,), (hidden,))

@@ -3,8 +3,8 @@
 A model uses these functions wherever a compiler knows the whole operation as one layer: attention, the write
 into the KV cache, RMS norm, rotation, picking rows. Called in eager mode they run ordinary torch: they are
 differentiable, read nothing back to the host and have no data-dependent shapes, on any device and under
-`FakeTensorMode`. Under `torch.export` each becomes one opaque node, and `TRANSLATION` tells
-`torch.onnx.export` which standard operator to write for it.
+`FakeTensorMode`. Under `torch.export` each becomes one opaque node; `translation.py` says which standard
+operator stands for it in ONNX, so that nothing here needs ONNX.
 """
 
 from __future__ import annotations
@@ -14,12 +14,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from onnxscript.values import Opset
 from torch import Tensor
 
 OPSET = 24
-_op = Opset("", OPSET)
-_ONNX_FLOAT = 1  # onnx.TensorProto.FLOAT
 
 
 def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, tree_mask: Tensor, scale: float) -> Tensor:
@@ -31,29 +28,50 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, tree_mask: Tensor, sc
     q is multiplied by `scale` first and the operator's own scale is 1: TensorRT applies its scale to every
     visible key on every step. 16-bit inputs are widened because its kernels accumulate in the type they are
     given. The slice to KV rows stays in the graph so that a short context does not pay for the whole cache.
+
+    Eager on a GPU, `tree_mask` is what `attention_bias` made of it, once for all layers.
     """
+    if tree_mask.dtype != torch.bool:
+        return _attention_folded(q, k_cache, v_cache, tree_mask, scale)
     q = q * scale
     if torch.compiler.is_exporting():
         return torch.ops.eagle_export.attention(q, k_cache, v_cache, tree_mask)
     return _attention(q, k_cache, v_cache, tree_mask)
 
 
+def attention_bias(tree_mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """The mask in the form in which a GPU's fused attention takes it, for `attention` in place of the mask.
+
+    tree_mask bool [B, 1, T, KV] -> 0 or -inf of `dtype` [B, 1, groups * T, KV]; `groups` = Hq / Hkv.
+    """
+    bias = torch.full_like(tree_mask, -torch.inf, dtype=dtype).masked_fill_(tree_mask, 0)
+    return bias.repeat(1, 1, groups, 1)
+
+
 def cache_update(cache: Tensor, new: Tensor, write_index: Tensor) -> Tensor:
     """Write T new rows into the cache of each sequence, from row `write_index` on.
 
     cache [B, Hkv, S, Dh], new [B, Hkv, T, Dh], write_index int64 [B] -> the updated cache [B, Hkv, S, Dh].
-    Eager: written in place, the same tensor is returned. `write_index + T <= S` is the caller's duty.
+    Eager: written in place, the same tensor is returned. `write_index + T <= S` is the caller's duty. There
+    `write_index` may also be the rows themselves, [B, T], as `cache_rows` works them out once for all layers.
     """
     if torch.compiler.is_exporting():
         return torch.ops.eagle_export.cache_update(cache, new, write_index)
-    rows = write_index[:, None] + torch.arange(new.shape[2], device=new.device)  # [B, T]
+    rows = write_index if write_index.dim() == 2 else cache_rows(write_index, new.shape[2])  # [B, T]
     return cache.scatter_(2, rows[:, None, :, None].expand_as(new), new)
+
+
+def cache_rows(write_index: Tensor, count: int) -> Tensor:
+    """The rows that `count` new ones are written to: write_index int64 [B] -> [B, count]."""
+    return write_index[:, None] + torch.arange(count, device=write_index.device)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm over the last axis: x [..., H], weight [H] -> [..., H] in x's dtype; statistics in float32."""
     if torch.compiler.is_exporting():
         return torch.ops.eagle_export.rms_norm(x, weight, eps)
+    if x.is_cuda:  # one kernel in place of eight; only the last rounding is another
+        return F.rms_norm(x, weight.shape, weight, eps)
     return _rms_norm(x, weight, eps)
 
 
@@ -67,6 +85,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     if torch.compiler.is_exporting():
         return torch.ops.eagle_export.rotary(x, cos, sin)
+    if x.is_cuda and 2 * cos.shape[-1] == x.shape[-1]:
+        return _rotary_in_place(x, cos, sin)
     return _rotary(x, cos, sin)
 
 
@@ -95,6 +115,23 @@ def _attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, tree_mask: Tensor) -
     return F.scaled_dot_product_attention(q, k, v, attn_mask=tree_mask, scale=1.0, enable_gqa=True)
 
 
+def _attention_folded(q: Tensor, k_cache: Tensor, v_cache: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """`_attention` with the query heads that share a key head as further rows of one head.
+
+    A GPU's fused kernels take a mask or groups of heads, not both; folded there are no groups, and keys and
+    values are read once for all of them, not repeated. The kernels add up in float32, whatever
+    type they are given.
+    """
+    batch, _, rows, width = q.shape
+    kv = bias.shape[3]
+    folded = q.reshape(batch, k_cache.shape[1], -1, width)  # [B, Hkv, G * T, Dh]
+    out = F.scaled_dot_product_attention(
+        folded, k_cache[:, :, :kv], v_cache[:, :, :kv], attn_mask=bias, scale=scale
+    )
+    apart = out.unflatten(2, (-1, rows)).permute(0, 3, 1, 2, 4)  # [B, T, Hkv, G, Dh]
+    return apart.flatten(2, 3).transpose(1, 2)  # [B, Hq, T, Dh]
+
+
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -106,6 +143,16 @@ def _rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos[:, None], sin[:, None]  # [B, 1, T, R/2]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def _rotary_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`_rotary` of whole heads in three kernels: on a GPU small ones cost more than what they compute."""
+    halves = x.unflatten(-1, (2, -1))  # [B, h, T, 2, Dh/2]
+    sin = sin[:, None]  # [B, 1, T, Dh/2]
+    turned = halves * cos[:, None, :, None]
+    turned[..., 0, :].addcmul_(halves[..., 1, :], sin, value=-1)
+    turned[..., 1, :].addcmul_(halves[..., 0, :], sin)
+    return turned.flatten(-2)
 
 
 def _gather_rows(h: Tensor, index: Tensor) -> Tensor:
@@ -152,53 +199,3 @@ _define(
     _gather_rows,
     lambda h, index: h.new_empty(index.shape[0], index.shape[1], h.shape[2]),
 )
-
-
-# --- what the graph holds -----------------------------------------------------------------------------------
-# The arguments are onnx_ir values; `_op` records nodes into the graph being built.
-
-
-def _onnx_attention(q: Any, k: Any, v: Any, mask: Any) -> Any:
-    width = _op.Shape(mask, start=3, end=4)  # KV
-    k, v = _op.Slice(k, [0], width, [2]), _op.Slice(v, [0], width, [2])
-    if q.dtype == _ONNX_FLOAT:
-        return _op.Attention(q, k, v, mask, scale=1.0)[0]  # the other outputs are optional and dropped later
-    wide = [_op.Cast(x, to=_ONNX_FLOAT) for x in (q, k, v)]
-    return _op.Cast(_op.Attention(*wide, mask, scale=1.0)[0], to=int(q.dtype))
-
-
-def _onnx_cache_update(cache: Any, new: Any, index: Any) -> Any:
-    return _op.TensorScatter(cache, new, index, axis=2, mode="linear")
-
-
-def _onnx_rms_norm(x: Any, weight: Any, eps: float) -> Any:
-    return _op.RMSNormalization(x, weight, axis=-1, epsilon=eps, stash_type=1)
-
-
-def _onnx_rotary(x: Any, cos: Any, sin: Any) -> Any:
-    rotated, width = 2 * cos.shape[-1], x.shape[-1]
-    return _op.RotaryEmbedding(x, cos, sin, rotary_embedding_dim=0 if rotated == width else rotated)
-
-
-def _onnx_linear(x: Any, weight: Any, bias: Any) -> Any:
-    product = _op.MatMul(x, _op.Transpose(weight, perm=[1, 0]))
-    return product if bias is None else _op.Add(product, bias)
-
-
-def _onnx_gather_rows(h: Any, index: Any) -> Any:
-    return _op.GatherND(h, _op.Unsqueeze(index, [-1]), batch_dims=1)
-
-
-def _onnx_to_dtype(x: Any, dtype: int, *_: Any, **__: Any) -> Any:
-    return _op.Identity(x) if x.dtype == dtype else _op.Cast(x, to=dtype)
-
-
-TRANSLATION: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.ops.eagle_export.attention.default: _onnx_attention,
-    torch.ops.eagle_export.cache_update.default: _onnx_cache_update,
-    torch.ops.eagle_export.rms_norm.default: _onnx_rms_norm,
-    torch.ops.eagle_export.rotary.default: _onnx_rotary,
-    torch.ops.eagle_export.linear.default: _onnx_linear,
-    torch.ops.eagle_export.gather_rows.default: _onnx_gather_rows,
-    torch.ops.aten.to.dtype: _onnx_to_dtype,  # the only common operator that the exporter does not know
-}

@@ -117,3 +117,39 @@ def test_all_three_graphs_run_on_fake_tensors(tmp_path: Path) -> None:
         target = TargetModule(make_model("llama"), (1,))
         for graph in (target_graph(target, ROWS), fuse_graph(fuse), draft_graph(draft, ROWS)):
             graph.bind(fake_bindings(graph))()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_is_worked_out_once_a_forward_changes_nothing(rows: int, tmp_path: Path) -> None:
+    """The form for a GPU against the plain one, for grouped heads: outputs and caches, target and draft."""
+    head = make_head(RECIPES["eagle3-specforge"])
+    _, draft = build_head(load_head(head.write(tmp_path / "head"), head.target), head.embedding, head.lm_head)
+    target = TargetModule(make_model("llama"), (1,))
+    for make in (
+        lambda fused: target_graph(target, ROWS, fused=fused),
+        lambda fused: draft_graph(draft, ROWS, fused=fused),
+    ):
+        found = []
+        for fused in (False, True):
+            graph = make(fused)
+            tensors = random_bindings(graph, rows)
+            graph.bind(tensors)()
+            found.append(tensors)
+        for name, want in found[0].items():
+            torch.testing.assert_close(found[1][name], want, rtol=1e-5, atol=1e-5)
+
+
+def random_bindings(graph: EagerGraph, rows: int) -> dict[str, Tensor]:
+    sizes = {"B": 2, "T": rows, "R": 1, "KV": 8}
+    tensors: dict[str, Tensor] = {}
+    generator = torch.Generator().manual_seed(0)
+    for spec in (*graph.spec.inputs, *graph.spec.outputs):
+        shape = [sizes[size] if isinstance(size, str) else size for size in spec.shape]
+        tensor = torch.randn(shape, generator=generator).to(getattr(torch, spec.dtype))
+        tensors[spec.name] = tensors.get(spec.name.replace("present", "past"), tensor)
+    columns = torch.arange(8) <= 4 + torch.arange(rows)[:, None]  # [T, KV]
+    tensors["tree_mask"].copy_(columns.expand(2, 1, -1, -1))
+    tensors["write_index"].copy_(torch.tensor([4, 2]))
+    for name in ("input_ids", "position_ids", "logits_index"):
+        tensors[name].zero_()
+    return tensors

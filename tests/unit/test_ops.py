@@ -230,3 +230,41 @@ def test_what_cannot_be_exported_is_named(tmp_path: Path) -> None:
             name="fuse",
         )
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("heads", "rows"), [(HQ, T), (HQ, 1), (HKV, T)])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_attention_folded_for_a_gpu_is_attention(
+    heads: int, rows: int, dtype: torch.dtype, close: float
+) -> None:
+    """The form that fused kernels take, against the plain one, here both on the CPU."""
+    q = draw(B, heads, rows, DH).to(dtype)
+    k, v = draw(B, HKV, S, DH, seed=1).to(dtype), draw(B, HKV, S, DH, seed=2).to(dtype)
+    mask = random_mask()[:, :, :rows]
+    want = ops.attention(q, k, v, mask, 0.3)
+    found = ops.attention(q, k, v, ops.attention_bias(mask, heads // HKV, dtype), 0.3)
+    assert found.shape == want.shape
+    torch.testing.assert_close(found, want, rtol=close, atol=close)
+
+
+def test_cache_rows_may_be_worked_out_beforehand() -> None:
+    new, index = draw(B, HKV, T, DH, seed=1), torch.tensor([S - T, 3])
+    want = ops.cache_update(draw(B, HKV, S, DH), new, index)
+    assert torch.equal(ops.cache_update(draw(B, HKV, S, DH), new, ops.cache_rows(index, T)), want)
+
+
+def test_rotation_in_few_kernels_is_rotation() -> None:
+    x, angle = draw(B, T, HQ, DH).transpose(1, 2), draw(B, T, DH // 2, seed=1)
+    want = ops._rotary(x, angle.cos(), angle.sin())
+    torch.testing.assert_close(ops._rotary_in_place(x, angle.cos(), angle.sin()), want)
+
+
+def test_operators_do_without_onnx() -> None:
+    """The eager backend runs where only torch and Transformers are installed."""
+    import subprocess
+    import sys
+
+    code = "import sys, eagle_export.eager, eagle_export.models.head, eagle_export.models.target\n"
+    code += "print({'onnx', 'onnxscript', 'onnx_ir'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "set()"
