@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from eagle_export.cli_data import data
 from eagle_export.cli_options import (
     common,
     engine_options,
@@ -24,6 +25,7 @@ from eagle_export.cli_options import (
     use_threads,
 )
 from eagle_export.cli_sensitivity import sensitivity
+from eagle_export.cli_train import train
 from eagle_run.cli_runner import run_cli
 from eagle_run.errors import EagleError, UsageError
 
@@ -243,7 +245,9 @@ def _show_plan(options: Any, as_json: bool) -> None:
     _print_json(estimate.as_dict()) if as_json else print_rich(estimate.render())
 
 
+cli.add_command(data)
 cli.add_command(sensitivity)
+cli.add_command(train)
 
 
 def _options(values: dict[str, Any]) -> Any:

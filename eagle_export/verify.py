@@ -142,7 +142,7 @@ def _open(bundle: Bundle, modules: Modules, folder: Path, threads: int) -> Engin
     session = Session(
         graphs, batch=1, draft_to_target=modules.draft_to_target, precision=onnx_precision(bundle)
     )
-    return assemble(bundle, session, backend="eager", device="cpu", threads=threads)
+    return assemble(bundle, session, backend="eager", threads=threads)
 
 
 def check_graphs(

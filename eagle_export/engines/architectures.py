@@ -11,10 +11,9 @@ import re
 import sys
 from collections.abc import Sequence
 
-from eagle_run.backends.library import RTX_CAPABILITIES
+from eagle_run.backends.library import MODULES, RTX_CAPABILITIES
 from eagle_run.errors import EagleError, UsageError
 
-BACKENDS = ("tensorrt", "tensorrt-rtx")
 DEFAULT_CAPABILITIES = ("8.9", "12.0")  # GeForce RTX 40 and 50
 # The first capability whose matrix units know a type, and why others do not.
 _LEAST = {
@@ -40,8 +39,8 @@ def check_architectures(backend: str, precision: str, arches: Sequence[str]) -> 
     Raises UsageError for an architecture that the backend cannot compile for, and for TensorRT when any is
     given; EagleError where TensorRT finds no GPU, and where a GPU lacks the precision's arithmetic.
     """
-    if backend not in BACKENDS:
-        raise UsageError(f"engines are compiled for {' or '.join(BACKENDS)}, found {backend!r}")
+    if backend not in MODULES:
+        raise UsageError(f"engines are compiled for {' or '.join(MODULES)}, found {backend!r}")
     if backend == "tensorrt":
         chosen = _of_this_machine(arches)
     else:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_export.engines.attention import check_attention
+from eagle_run.backends.library import declared
 from eagle_run.errors import EagleError, first_line
 
 if TYPE_CHECKING:
-    from eagle_run.backends.base import GraphSpec, TensorSpec
+    from eagle_run.backends.base import GraphSpec
     from eagle_run.backends.library import Library
 
 # Operators that must come out as one layer each, and of which kind.
@@ -26,14 +27,6 @@ NATIVE = {
     "MatMul": "MATRIX_MULTIPLY",
     "QuantizeLinear": "QUANTIZE",
     "DequantizeLinear": "DEQUANTIZE",
-}
-_DTYPES = {
-    "float32": "FLOAT",
-    "float16": "HALF",
-    "bfloat16": "BF16",
-    "int64": "INT64",
-    "int32": "INT32",
-    "bool": "BOOL",
 }
 _MASK_INPUT = 3  # query, key, value, mask
 _REPORT = "export the graph again; if it stays, please report it with the versions that `doctor` prints"
@@ -116,7 +109,7 @@ def _check_signature(network: Any, path: Path, spec: GraphSpec) -> None:
     outputs = [network.get_output(i) for i in range(network.num_outputs)]
     for side, tensors, wanted in (("inputs", inputs, spec.inputs), ("outputs", outputs, spec.outputs)):
         found = [(tensor.name, tensor.dtype.name, tuple(tensor.shape)) for tensor in tensors]
-        expected = [_as_network(tensor) for tensor in wanted]
+        expected = [(tensor.name, *declared(tensor)) for tensor in wanted]
         if found != expected:
             odd = [pair for pair in zip(found, expected, strict=False) if pair[0] != pair[1]]
             detail = f"{odd[0][0]} instead of {odd[0][1]}" if odd else "some are missing or too many"
@@ -124,11 +117,6 @@ def _check_signature(network: Any, path: Path, spec: GraphSpec) -> None:
                 f"{path}: the compiler sees {len(found)} {side}, expected {len(expected)}; {detail}",
                 hint=_REPORT,
             )
-
-
-def _as_network(tensor: TensorSpec) -> tuple[str, str, tuple[int, ...]]:
-    shape = tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
-    return tensor.name, _DTYPES[tensor.dtype], shape
 
 
 def _check_inputs_read(layers: list[Any], network: Any, path: Path) -> None:

@@ -31,7 +31,8 @@ def test_the_console_script_answers() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["build", "compile", "export", "inspect", "verify", "sensitivity", "recipes", "doctor"]
+    "command",
+    ["build", "compile", "export", "data", "train", "inspect", "verify", "sensitivity", "recipes", "doctor"],
 )
 def test_every_command_explains_itself(command: str, cli: Cli) -> None:
     outcome = cli(command, "--help")

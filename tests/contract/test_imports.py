@@ -69,7 +69,8 @@ def test_help_of_run_commands_loads_nothing_heavy(command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["build", "compile", "export", "inspect", "verify", "sensitivity", "recipes", "doctor"]
+    "command",
+    ["build", "compile", "export", "data", "train", "inspect", "verify", "sensitivity", "recipes", "doctor"],
 )
 def test_help_of_export_commands_loads_nothing_heavy(command: str) -> None:
     loaded = loaded_by(SHOW_HELP.format(module="eagle_export.cli", arguments=[command, "--help"]))

@@ -1,0 +1,1 @@
+"""Training conversations from a target itself: prompts, its answers, shards that the trainer reads."""

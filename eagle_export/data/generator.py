@@ -1,0 +1,230 @@
+"""Opens a target for large batches: its source weights as torch modules, or the ONNX graph of a bundle.
+
+Both run in the runtime's own decoder, without a draft: with many answers side by side a draft gains nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from eagle_export import recipe as recipes
+from eagle_export.weights import read_config
+from eagle_run.engine import one_torch_thread
+from eagle_run.errors import EagleError, UsageError
+from eagle_run.loop import Decoder
+from eagle_run.request import Request, Stats
+from eagle_run.session import Session
+from eagle_run.text import Text
+from eagle_run.tree import TreeShape
+
+if TYPE_CHECKING:
+    from eagle_run.bundle import Bundle
+
+_CHUNK = 256  # most prompt tokens in one forward
+_ROW_STEP = 64
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how the target runs. precision: of source weights, "" for the best of the device."""
+
+    device: str = "auto"
+    precision: str = ""
+    batch: int = 64
+    threads: int = 0
+
+
+@dataclass
+class Reply:
+    """The tokens of an answer (with the stop token, if it came to one), and why it ended."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A target that answers. `target` and `tokenizer` are its identities, as data.json has them."""
+
+    decoder: Decoder
+    text: Text
+    stop_tokens: frozenset[int]
+    target: dict[str, Any]
+    tokenizer: dict[str, Any]
+    backend: str
+
+    @property
+    def max_seq_len(self) -> int:
+        return self.decoder.max_seq_len
+
+    def run(self, requests: Sequence[Request], on_tokens: Callable[[int], None]) -> list[Reply]:
+        """All replies, in the order of the requests; `on_tokens` is told how many tokens came.
+
+        Greedy requests go first, by themselves: where no slot of a batch samples, a step needs no
+        probabilities, which on a CPU take a third of it. Requests of like lengths run side by side, as the
+        width that is attended to is that of the longest. None of that changes a reply.
+        """
+        replies = [Reply() for _ in requests]
+        # Text is made only where its end depends on it.
+        self.decoder.text = self.text if any(request.stop_strings for request in requests) else None
+        # A second pool of threads would only be in the way of ONNX Runtime's.
+        alone = one_torch_thread() if self.backend.startswith("onnxruntime") else nullcontext()
+        with alone:
+            self._run(requests, replies, on_tokens)
+        return replies
+
+    def _run(
+        self, requests: Sequence[Request], replies: list[Reply], on_tokens: Callable[[int], None]
+    ) -> None:
+        for greedy in (True, False):
+            chosen = [i for i, r in enumerate(requests) if (r.sampling.temperature == 0) == greedy]
+            chosen.sort(key=lambda i: len(requests[i].prompt))
+            group = [requests[i] for i in chosen]
+            for piece in self.decoder.generate(group, TreeShape.plain(), stats=Stats()) if group else ():
+                reply = replies[chosen[piece.index]]
+                reply.tokens += piece.tokens
+                reply.finish_reason = piece.finish_reason
+                on_tokens(len(piece.tokens))
+
+
+def open_generator(target: str, place: Place, max_seq_len: int, log: Callable[[str], None]) -> Generator:
+    """`target` is what `build` takes, or the folder of a bundle. `max_seq_len` tokens a conversation.
+
+    `log` is told what the user should know. Raises UsageError for a name that means nothing and EagleError
+    for what cannot be loaded or is too long.
+    """
+    if (Path(target) / "manifest.json").is_file():
+        return _of_bundle(target, place, max_seq_len, log)
+    return _of_source(target, place, max_seq_len)
+
+
+def _of_bundle(path: str, place: Place, max_seq_len: int, log: Callable[[str], None]) -> Generator:
+    from eagle_run.bundle import load_bundle
+    from eagle_run.open_graphs import open_graphs
+
+    if place.precision:
+        raise UsageError("a bundle has its precision", hint="leave out --precision")
+    bundle = load_bundle(path)
+    limits = bundle.manifest.limits
+    if max_seq_len > limits.max_seq_len:
+        raise UsageError(
+            f"--max-seq-len {max_seq_len} passes the {limits.max_seq_len} tokens of this bundle",
+            hint=f"give --max-seq-len {limits.max_seq_len} or less",
+        )
+    opened = open_graphs(bundle, device=place.device, threads=place.threads, with_draft=False, log=log)
+    if opened.backend != "onnxruntime" and place.batch > limits.max_batch:
+        raise UsageError(
+            f"--batch {place.batch} passes the {limits.max_batch} that the engines were compiled for",
+            hint="give a smaller --batch, or the model's folder or recipe in place of the bundle",
+        )
+    session = Session(opened.graphs, batch=place.batch, device=opened.device, precision=opened.precision)
+    text = Text.load(bundle.tokenizer_dir)
+    return Generator(
+        decoder=Decoder(session, max_seq_len=max_seq_len, chunk=limits.prefill_chunk),
+        text=text,
+        stop_tokens=frozenset(bundle.manifest.stop_token_ids),
+        target=_bundle_target(bundle),
+        tokenizer=identity(text),
+        backend=f"{opened.backend} {opened.precision} on {opened.device}",
+    )
+
+
+def _bundle_target(bundle: Bundle) -> dict[str, Any]:
+    info = bundle.manifest.target
+    return {
+        "name": info.name,
+        "source": info.source,
+        "sha256": info.sha256,
+        "vocab_size": info.vocab_size,
+    }
+
+
+def _of_source(target: str, place: Place, max_seq_len: int) -> Generator:
+    from eagle_export.reference import DTYPES, eager_graphs, load_config, load_modules
+    from eagle_run.stream import on_stream
+
+    device = _device(place.device)
+    found = recipes.resolve_target(target)
+    config = load_config(found, max_seq_len)
+    precision = place.precision or best_precision(device)
+    modules = load_modules(found, None, DTYPES[precision])
+    modules.target.to(device)
+    chunk = min(_CHUNK, max_seq_len)
+    rows = -(-(max_seq_len + chunk) // _ROW_STEP) * _ROW_STEP
+    with on_stream(torch.device(device)):
+        session = Session(eager_graphs(modules, rows), batch=place.batch, device=device, precision=precision)
+    text = load_text(found.folder)
+    return Generator(
+        decoder=Decoder(session, max_seq_len=max_seq_len, chunk=chunk),
+        text=text,
+        stop_tokens=_stop_tokens(text, found.folder, config.vocab_size),
+        target={
+            "name": found.name,
+            "source": found.source,
+            "sha256": found.sha256,
+            "vocab_size": config.vocab_size,
+        },
+        tokenizer=identity(text),
+        backend=f"torch {precision} on {device}",
+    )
+
+
+def _device(name: str) -> str:
+    """The device in full; "auto" is the GPU where there is one. Raises EagleError where "cuda" is none."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise EagleError("--device cuda, but torch sees no CUDA GPU", hint="leave out --device")
+    return f"cuda:{torch.cuda.current_device()}"
+
+
+def best_precision(device: str) -> str:
+    """bf16 where matrix units multiply it, float32 where it would be slower (2 to 4 times without AMX)."""
+    if device != "cpu":
+        return "bf16"
+    return "bf16" if torch.cpu._is_amx_tile_supported() else "fp32"
+
+
+def load_text(folder: Path) -> Text:
+    """The tokenizer of a model folder; one without tokenizer.json is converted by Transformers."""
+    if (folder / "tokenizer.json").is_file():
+        return Text.load(folder)
+    from transformers import AutoTokenizer
+
+    try:
+        with tempfile.TemporaryDirectory() as temporary:
+            AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(temporary)
+            return Text.load(temporary)
+    except (OSError, ValueError) as error:
+        raise EagleError(
+            f"{folder}: no readable tokenizer: {error}",
+            hint="the folder must hold tokenizer.json (or tokenizer.model) and tokenizer_config.json",
+        ) from error
+
+
+def _stop_tokens(text: Text, folder: Path, vocab_size: int) -> frozenset[int]:
+    """As a build finds them: the generation config's or tokenizer's, else those of config.json."""
+    ids = list(text.eos_token_ids)
+    if not ids:
+        eos = read_config(folder).get("eos_token_id")
+        ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    return frozenset(token for token in ids if 0 <= token < vocab_size)
+
+
+def identity(text: Text) -> dict[str, Any]:
+    """What a tokenizer is, however its files are written: hashes of vocabulary and chat template."""
+    vocabulary = sorted(text.tokenizer.get_vocab(with_added_tokens=True).items())
+    template = text.chat_template or ""
+    return {
+        "vocabulary_sha256": hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest(),
+        "chat_template_sha256": hashlib.sha256(template.encode()).hexdigest(),
+    }

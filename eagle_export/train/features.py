@@ -1,0 +1,211 @@
+"""What the target makes of the conversations: features, last hidden state, best token. Cached, or on the fly.
+
+Logits are not kept: the last hidden state after the final norm has all that they hold in a hundredth of the
+room. A cache is a folder with one file per shard, named by a hash of everything that decides its content, so
+data that grows costs only what is new, and no file can be taken for another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from eagle_export.place import free_space
+from eagle_export.train.batches import pack
+from eagle_export.train.samples import Samples, Shard
+from eagle_export.train.ttt import Batch
+from eagle_run.errors import EagleError
+
+_VERSION = 1
+_FORWARD = 4096  # tokens of a target forward
+
+
+class Source(Protocol):
+    """Gives batches."""
+
+    def batch(self, numbers: Sequence[int], device: torch.device) -> Batch:
+        """The conversations of these numbers, side by side."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Of one conversation or several joined: features [t, n*H], last [t, H], best int32 [t]."""
+
+    features: Tensor
+    last: Tensor
+    best: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class TargetFeatures:
+    """Runs a target over token ids.
+
+    model: a Transformers causal LM. layers: indices into its hidden_states. dtype: of what is given back.
+    """
+
+    model: Any
+    layers: tuple[int, ...]
+    dtype: torch.dtype = torch.bfloat16
+
+    def rows(self, tokens: Tensor, asked: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens int64 [B, T], padded at the end; asked bool [B, T]: rows whose best token is wanted.
+
+        Gives features [B, T, n*H], last [B, T, H] and best int64 [B, T] (0 where not asked).
+        """
+        device = self.model.device
+        with torch.no_grad():
+            out = self.model.model(input_ids=tokens.to(device), use_cache=False, output_hidden_states=True)
+            states = [out.hidden_states[layer] for layer in self.layers]
+            best = torch.zeros_like(tokens, device=device)
+            where = asked.to(device)
+            head = self.model.get_output_embeddings()
+            chosen = [head(part).argmax(-1) for part in out.last_hidden_state[where].split(1024)]
+            if chosen:
+                best[where] = torch.cat(chosen)
+            return torch.cat(states, -1).to(self.dtype), out.last_hidden_state.to(self.dtype), best
+
+
+class OnTheFly:
+    """Batches whose features are computed when they are asked for."""
+
+    def __init__(self, samples: Samples, target: TargetFeatures, max_length: int) -> None:
+        self.samples, self.target, self.max_length = samples, target, max_length
+
+    def batch(self, numbers: Sequence[int], device: torch.device) -> Batch:
+        tokens, answers = _side_by_side(self.samples, numbers, self.max_length)
+        features, last, best = self.target.rows(tokens, _asked(answers))
+        return Batch(*(x.to(device) for x in (tokens, answers, features, last, best)))
+
+
+class Cached:
+    """Batches from the files of a cache, which `fill` has made."""
+
+    def __init__(self, samples: Samples, files: Sequence[Path], max_length: int) -> None:
+        from safetensors import safe_open
+
+        self.samples, self.max_length = samples, max_length
+        self._files = [safe_open(path, framework="pt") for path in files]
+
+    def batch(self, numbers: Sequence[int], device: torch.device) -> Batch:
+        tokens, answers = _side_by_side(self.samples, numbers, self.max_length)
+        found: list[Tensor] = []
+        for name in ("features", "last", "best"):
+            parts = [self._part(number, name) for number in numbers]
+            whole = parts[0].new_zeros(*tokens.shape, *parts[0].shape[1:])
+            for row, part in zip(whole, parts, strict=True):
+                row[: len(part)] = part
+            found.append(whole)
+        features, last, best = found
+        return Batch(*(x.to(device) for x in (tokens, answers, features, last, best.long())))
+
+    def _part(self, number: int, name: str) -> Tensor:
+        shard, at = self.samples.where(number)
+        offsets = self.samples.shards[shard].offsets
+        first, last = int(offsets[at]), int(offsets[at + 1])
+        return self._files[shard].get_slice(name)[first : min(last, first + self.max_length)]
+
+
+def cache_file(folder: Path, shard: Shard, target_sha256: str, target: TargetFeatures) -> Path:
+    """Where the features of a shard are kept."""
+    computed = str(getattr(target.model, "dtype", ""))
+    said = f"{_VERSION} {target_sha256} {target.layers} {target.dtype} {computed} {shard.sha256}"
+    said += hashlib.sha256(shard.answers.numpy().tobytes()).hexdigest()
+    return folder / f"{hashlib.sha256(said.encode()).hexdigest()[:24]}.safetensors"
+
+
+def fill(
+    folder: Path,
+    samples: Samples,
+    files: Sequence[Path],
+    target: TargetFeatures,
+    on_progress: Callable[[float, str], None],
+    *,
+    max_length: int,
+) -> None:
+    """Computes the shards that are not there yet; one that is finished stays when this is interrupted.
+
+    Raises EagleError where the disk has no room for them.
+    """
+    missing = [(shard, path) for shard, path in zip(samples.shards, files, strict=True) if not path.is_file()]
+    if not missing:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    width = (len(target.layers) + 1) * target.model.config.hidden_size
+    tokens = sum(len(shard.tokens) for shard, _ in missing)
+    needed, free = tokens * (width * target.dtype.itemsize + 4), free_space(folder)
+    if needed > free:
+        raise EagleError(
+            f"{folder}: the features need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free",
+            hint="use --on-the-fly, another --features-cache, or less data",
+        )
+    done = 0
+    for shard, path in missing:
+
+        def progress(count: int, name: str = shard.name, before: int = done) -> None:
+            on_progress((before + count) / tokens, f"{before + count:,} of {tokens:,} tokens ({name})")
+
+        _write(path, _shard_rows(shard, target, max_length, progress))
+        done += len(shard.tokens)
+
+
+def _shard_rows(
+    shard: Shard, target: TargetFeatures, max_length: int, on_progress: Callable[[int], None]
+) -> Rows:
+    """All rows of a shard, in its order, computed in forwards of conversations of similar lengths."""
+    samples = Samples((shard,))
+    total, width = len(shard.tokens), target.model.config.hidden_size
+    features = torch.zeros(total, len(target.layers) * width, dtype=target.dtype)
+    last = torch.zeros(total, width, dtype=target.dtype)
+    best = torch.zeros(total, dtype=torch.int32)
+    lengths = samples.lengths()
+    done = 0
+    for numbers in pack(lengths, lengths.argsort(stable=True), _FORWARD):
+        tokens, answers = _side_by_side(samples, numbers, max_length)
+        found = target.rows(tokens, _asked(answers))
+        for row, number in enumerate(numbers):
+            first = int(shard.offsets[number])
+            length = min(int(lengths[number]), max_length)
+            for whole, part in zip((features, last, best), found, strict=True):
+                whole[first : first + length] = part[row, :length].to("cpu", whole.dtype)
+            done += int(lengths[number])
+        on_progress(done)
+    return Rows(features, last, best)
+
+
+def _write(path: Path, rows: Rows) -> None:
+    from safetensors.torch import save_file
+
+    temporary = path.with_name(f"{path.name}.partial")
+    try:
+        save_file({"features": rows.features, "last": rows.last, "best": rows.best}, temporary)
+        temporary.replace(path)
+    except OSError as error:
+        raise EagleError(f"{path}: cannot be written: {error}", hint="free some disk space") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _side_by_side(samples: Samples, numbers: Sequence[int], max_length: int) -> tuple[Tensor, Tensor]:
+    """tokens int64 [B, T] and answers bool [B, T], padded at the end and cut to `max_length`."""
+    found = [samples.conversation(number) for number in numbers]
+    width = min(max_length, max(3, *(len(tokens) for tokens, _ in found))) if found else 3
+    tokens = torch.zeros(len(found), width, dtype=torch.long)
+    answers = torch.zeros(len(found), width, dtype=torch.bool)
+    for row, (ids, mask) in enumerate(found):
+        length = min(len(ids), width)
+        tokens[row, :length], answers[row, :length] = ids[:length], mask[:length]
+    return tokens, answers
+
+
+def _asked(answers: Tensor) -> Tensor:
+    """Rows whose next token is an answer's: their best token is compared with drafts."""
+    asked = torch.zeros_like(answers)
+    asked[:, :-1] = answers[:, 1:]
+    return asked

@@ -1,0 +1,154 @@
+"""From what a user names to what a trainer takes: target, data, vocabulary, features, a first head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from eagle_export import recipe as recipes
+from eagle_export.heads import LoadedHead
+from eagle_export.heads.spec import HeadSpec, Tensors
+from eagle_export.models.head import build_head
+from eagle_export.models.target import load_target
+from eagle_export.reference import load_config, load_fitting_head
+from eagle_export.train.features import Cached, OnTheFly, Source, TargetFeatures, cache_file, fill
+from eagle_export.train.init import feature_layers, new_spec, random_weights, weights_from_target
+from eagle_export.train.objective import Objective
+from eagle_export.train.samples import Samples, load_samples
+from eagle_export.train.settings import TrainSettings
+from eagle_export.train.vocab import DraftVocabulary, choose_vocabulary, vocabulary_of
+from eagle_export.train.workers import Workers, autocast_type
+from eagle_run.errors import UsageError
+
+if TYPE_CHECKING:
+    from eagle_export.progress import Report
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """What to train, on what, and where to. init: "target", "random", or the folder of a head."""
+
+    target: str
+    data: tuple[Path, ...]
+    out: Path
+    settings: TrainSettings
+    init: str = "target"
+    features_cache: Path | None = None
+    on_the_fly: bool = False
+    resume: bool = False
+    device: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """All that training needs; spec and vocabulary are those of the head that comes out."""
+
+    objective: Objective
+    source: Source
+    samples: Samples
+    spec: HeadSpec
+    vocabulary: DraftVocabulary
+    settings: TrainSettings
+    target: recipes.ResolvedTarget
+    config: Any
+
+
+def prepare(request: TrainRequest, workers: Workers, report: Report) -> Prepared:
+    """Loads and checks everything. Features that the cache lacks are computed here."""
+    settings = request.settings
+    found = recipes.resolve_target(request.target)
+    config = load_config(found, 64)  # the length is the training data's, see below
+    samples = load_samples(request.data, vocab_size=config.vocab_size, target_sha256=found.sha256)
+    settings = replace(settings, max_length=min(settings.max_length, config.max_position_embeddings))
+    start = None
+    if request.init not in ("target", "random"):
+        start = load_fitting_head(recipes.resolve_head(request.init, found), config)
+        settings = _continued(settings, start)
+    vocabulary = _vocabulary(samples, settings, config, start)
+    spec = start.spec if start else new_spec(config, settings, len(vocabulary.ids))
+    layers = feature_layers(settings, config.num_hidden_layers) if start is None else spec.feature_layers
+    dtype = autocast_type(settings.precision, workers.device) or torch.float32
+    with report.step("loading target"):
+        model = load_target(found.folder, dtype).to(workers.device).requires_grad_(False)
+    target = TargetFeatures(model, layers)
+    if request.on_the_fly:
+        source: Source = OnTheFly(samples, target, settings.max_length)
+    else:
+        folder = request.features_cache or request.out / "features"
+        files = [cache_file(folder, shard, found.sha256, target) for shard in samples.shards]
+        if workers.first:
+            with report.bar("target features") as show:
+                fill(folder, samples, files, target, show, max_length=settings.max_length)
+        workers.wait()
+        source = Cached(samples, files, settings.max_length)
+    objective = _objective(
+        model, spec=spec, vocabulary=vocabulary, settings=settings, start=start, init=request.init
+    )
+    return Prepared(objective, source, samples, spec, vocabulary, settings, found, config)
+
+
+def _continued(settings: TrainSettings, start: LoadedHead) -> TrainSettings:
+    """A head that is trained further decides what kind it is."""
+    spec = start.spec
+    if spec.layers != 1 or spec.target_hidden_size != spec.hidden_size or spec.own_embedding:
+        raise UsageError(
+            f"{start.folder}: only heads of one layer, with the target's width and embedding, are trained",
+            hint="start without --init",
+        )
+    return replace(settings, algorithm=spec.algorithm, draft_vocab=spec.draft_vocab_size)
+
+
+def _vocabulary(
+    samples: Samples, settings: TrainSettings, config: Any, start: LoadedHead | None
+) -> DraftVocabulary:
+    if start is not None and start.spec.algorithm == "eagle3":
+        return vocabulary_of(start.draft_to_target, samples, config.vocab_size)
+    stop = config.eos_token_id
+    stops = [stop] if isinstance(stop, int) else list(stop or ())
+    return choose_vocabulary(samples, settings.draft_vocab, config.vocab_size, always=stops)
+
+
+def _objective(
+    model: Any,
+    *,
+    spec: HeadSpec,
+    vocabulary: DraftVocabulary,
+    settings: TrainSettings,
+    start: LoadedHead | None,
+    init: str,
+) -> Objective:
+    embedding = model.get_input_embeddings().weight
+    lm_head = model.get_output_embeddings().weight
+    if start is not None:
+        tensors: Tensors = {name: tensor.float() for name, tensor in start.tensors.items()}
+    elif init == "target":
+        tensors = weights_from_target(spec, model, vocabulary.ids.to(lm_head.device), settings.seed)
+    else:
+        tensors = random_weights(spec, settings.seed)
+    loaded = LoadedHead(Path(), spec, tensors, vocabulary.ids, {})
+    wide = [weight.detach().to("cpu", torch.float32) for weight in (embedding, lm_head)]
+    fuse, draft = build_head(loaded, *wide)
+    rows: Tensor = wide[1][vocabulary.ids].clone()
+    if settings.freeze_lm_head:
+        draft.lm_head.weight.requires_grad_(False)
+    for module in (fuse, draft):
+        if module is not None:
+            module.train()
+    return Objective(fuse, draft, rows, vocabulary.own(), settings)
+
+
+def head_tensors(prepared: Prepared) -> Tensors:
+    """The weights of the head as a checkpoint has them: without what is the target's."""
+    objective = prepared.objective
+    tensors = dict(objective.draft.state_dict())
+    if objective.fuse is not None:
+        tensors |= objective.fuse.state_dict()
+    if not prepared.spec.own_embedding:
+        tensors.pop("embed_tokens.weight")
+    if not prepared.spec.own_lm_head:
+        tensors.pop("lm_head.weight")
+    return tensors

@@ -1,0 +1,91 @@
+"""What a run says of itself: points of its curve, lines for the user, and training.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from eagle_export.train.evaluate import Validation
+from eagle_export.train.trainer import Trainer, Update
+
+if TYPE_CHECKING:
+    from eagle_export.train.prepare import Prepared, TrainRequest
+
+
+def point(recent: Sequence[Update]) -> dict[str, Any]:
+    """Means over some updates, as a point of the curve."""
+    steps = range(len(recent[0].acceptance))
+    return {
+        "update": recent[-1].update,
+        "loss": _mean([update.loss for update in recent]),
+        "lr": recent[-1].lr,
+        "acceptance": [_mean([update.acceptance[step] for update in recent]) for step in steps],
+        "tokens_per_second": _speed(recent),
+    }
+
+
+def progress_text(recent: Sequence[Update], total: int) -> str:
+    """For the bar: where the run stands and how long it will take."""
+    now = recent[-1].update
+    left = (total - now) * _mean([update.seconds for update in recent])
+    return (
+        f"{now}/{total}  loss {_mean([update.loss for update in recent]):.3f}  "
+        f"acceptance {_mean([update.acceptance[0] for update in recent]):.3f}  "
+        f"{_speed(recent):,.0f} tokens/s  {_clock(left)} left"
+    )
+
+
+def validation_text(update: int, found: Validation, recent: Sequence[Update]) -> str:
+    """A line of the log."""
+    steps = " ".join(f"{share:.3f}" for share in found.acceptance)
+    text = (
+        f"update {update:>6}  held out: acceptance {steps}  tokens per round "
+        f"{found.tokens_per_round:.3f} (chain)  {found.tokens_per_round_top:.3f} (wide)"
+    )
+    if not recent:
+        return text
+    now = point(recent)
+    return (
+        f"{text}  training: loss {now['loss']:.3f}, acceptance {now['acceptance'][0]:.3f}, "
+        f"{now['tokens_per_second']:,.0f} tokens/s"
+    )
+
+
+def facts(request: TrainRequest, prepared: Prepared, trainer: Trainer, *, held_out: int) -> dict[str, Any]:
+    """training.json: where the head comes from and how good it was on the way."""
+    at, target, kept = trainer.progress, prepared.target, prepared.vocabulary
+    checked = [entry for entry in at.history if "validation" in entry]
+    best = max(checked, key=lambda entry: entry["validation"]["tokens_per_round"], default=None)
+    return {
+        "head": str(request.out),
+        "target": {"name": target.name, "source": target.source, "sha256": target.sha256},
+        "data": {
+            "sha256": prepared.samples.sha256,
+            "conversations": len(prepared.samples),
+            "tokens": prepared.samples.token_count,
+            "held_out": held_out,
+        },
+        "settings": trainer.settings.as_dict(),
+        "init": request.init,
+        "feature_layers": list(prepared.spec.feature_layers),
+        "draft_vocab": {"size": len(kept.ids), "coverage": kept.coverage},
+        "updates": at.update,
+        "total_updates": trainer.total,
+        "tokens": at.tokens,
+        "best": best,
+        "last": checked[-1] if checked else None,
+        "history": at.history,
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _speed(recent: Sequence[Update]) -> float:
+    return sum(update.tokens for update in recent) / sum(update.seconds for update in recent)
+
+
+def _clock(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min"

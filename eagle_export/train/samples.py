@@ -1,0 +1,185 @@
+"""Training conversations as token ids: shards of safetensors that `eagle-export data` writes, or one .npz.
+
+A shard holds whole conversations: tokens int32 [sum], offsets int64 [n+1], prompt_lengths int32 [n],
+temperature float32 [n], and optionally loss_mask uint8 [sum] where a conversation has several answers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagle_run.errors import EagleError, UsageError
+
+_PART = 256  # conversations of an .npz that make one shard
+_HINT = "make the data again with `eagle-export data`"
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """Some conversations. answers: bool [sum], true for tokens that the target wrote."""
+
+    name: str
+    tokens: Tensor
+    offsets: Tensor
+    answers: Tensor
+    temperature: Tensor
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def sha256(self) -> str:
+        """Of the tokens and where conversations end."""
+        digest = hashlib.sha256(self.tokens.numpy().tobytes())
+        digest.update(self.offsets.numpy().tobytes())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Conversations from several shards, numbered through."""
+
+    shards: tuple[Shard, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_starts", np.cumsum([0, *map(len, self.shards)]))
+
+    def __len__(self) -> int:
+        return sum(map(len, self.shards))
+
+    def where(self, index: int) -> tuple[int, int]:
+        """Number of the shard and of the conversation in it."""
+        starts: Any = self._starts  # type: ignore[attr-defined]
+        shard = int(np.searchsorted(starts, index, side="right")) - 1
+        return shard, index - int(starts[shard])
+
+    def conversation(self, index: int) -> tuple[Tensor, Tensor]:
+        """tokens int32 [t] and answers bool [t] of one conversation."""
+        number, at = self.where(index)
+        shard = self.shards[number]
+        first, last = int(shard.offsets[at]), int(shard.offsets[at + 1])
+        return shard.tokens[first:last], shard.answers[first:last]
+
+    def lengths(self) -> Tensor:
+        """int64 [n]: tokens of each conversation."""
+        return torch.cat([shard.offsets.diff() for shard in self.shards])
+
+    @property
+    def token_count(self) -> int:
+        return sum(len(shard.tokens) for shard in self.shards)
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256("".join(shard.sha256 for shard in self.shards).encode()).hexdigest()
+
+
+def load_samples(sources: Sequence[Path], *, vocab_size: int, target_sha256: str | None = None) -> Samples:
+    """Reads data folders and .npz files, in the order given.
+
+    Raises UsageError where there is none, EagleError for data that is damaged, of another target
+    (`target_sha256`, where a folder's data.json names one) or outside of the vocabulary.
+    """
+    shards: list[Shard] = []
+    for source in map(Path, sources):
+        if source.is_dir():
+            _check_target(source, target_sha256)
+            paths = sorted(source.glob("[0-9]*.safetensors"))
+            if not paths:
+                raise UsageError(f"{source}: no shards (00000.safetensors and so on)", hint=_HINT)
+            shards += [_shard(path.name, _read(path), vocab_size, path) for path in paths]
+        elif source.suffix == ".npz" and source.is_file():
+            shards += list(_parts(source, vocab_size))
+        else:
+            raise UsageError(f"{source}: neither a data folder nor an .npz file", hint=_HINT)
+    return Samples(tuple(shards))
+
+
+def _check_target(folder: Path, expected: str | None) -> None:
+    where = folder / "data.json"
+    try:
+        facts = json.loads(where.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise EagleError(f"{folder}: no data.json", hint=_HINT) from None
+    except (OSError, ValueError) as error:
+        raise EagleError(f"{where}: not readable as JSON: {error}", hint=_HINT) from None
+    target = facts.get("target")
+    found = target.get("sha256") if isinstance(target, dict) else None
+    if expected is not None and found is not None and found != expected:
+        raise EagleError(
+            f"{folder} was written by another target: expected sha256 {expected[:12]}…, found {found[:12]}…",
+            hint="a head learns what its own target says; make data with this target",
+        )
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except Exception as error:  # whatever the parser runs into
+        raise EagleError(f"{path}: not a whole safetensors file: {error}", hint=_HINT) from None
+
+
+def _parts(path: Path, vocab_size: int) -> Iterator[Shard]:
+    try:
+        with np.load(path) as file:
+            arrays = {name: torch.from_numpy(_widen(file[name])) for name in file.files}
+    except (OSError, ValueError) as error:
+        raise EagleError(f"{path}: not readable: {error}", hint=_HINT) from None
+    whole = _shard(path.name, arrays, vocab_size, path)
+    for first in range(0, len(whole), _PART):
+        last = min(first + _PART, len(whole))
+        low, high = int(whole.offsets[first]), int(whole.offsets[last])
+        yield Shard(
+            f"{path.name}[{first}:{last}]",
+            whole.tokens[low:high],
+            whole.offsets[first : last + 1] - low,
+            whole.answers[low:high],
+            whole.temperature[first:last],
+        )
+
+
+def _widen(array: np.ndarray) -> np.ndarray:
+    """torch does little with unsigned 16 bit."""
+    return array.astype(np.int64 if array.dtype.kind in "iu" else np.float32)
+
+
+def _shard(name: str, arrays: dict[str, Tensor], vocab_size: int, path: Path) -> Shard:
+    missing = {"tokens", "offsets", "prompt_lengths"} - set(arrays)
+    if missing:
+        raise EagleError(f"{path}: no {', '.join(sorted(missing))}", hint=_HINT)
+    tokens, offsets = arrays["tokens"].int(), arrays["offsets"].long()
+    prompts = arrays["prompt_lengths"].long()
+    count = len(offsets) - 1
+    lengths = offsets.diff()
+    whole = (
+        count > 0 and int(offsets[0]) == 0 and int(offsets[-1]) == len(tokens) and bool((lengths > 0).all())
+    )
+    if not whole or len(prompts) != count or bool((prompts > lengths).any() | (prompts < 0).any()):
+        raise EagleError(f"{path}: offsets or prompt_lengths do not fit its {len(tokens)} tokens", hint=_HINT)
+    if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+        raise EagleError(
+            f"{path}: token ids from {int(tokens.min())} to {int(tokens.max())}, but this target has "
+            f"{vocab_size} tokens",
+            hint="make data with this target",
+        )
+    if "loss_mask" in arrays:
+        answers = arrays["loss_mask"].bool()
+        if answers.shape != tokens.shape:
+            raise EagleError(
+                f"{path}: loss_mask has {len(answers)} entries for {len(tokens)} tokens", hint=_HINT
+            )
+    else:
+        place = torch.arange(len(tokens)) - offsets[:-1].repeat_interleave(lengths)
+        answers = place >= prompts.repeat_interleave(lengths)
+    temperature = arrays.get("temperature", torch.zeros(count)).float()
+    return Shard(name, tokens, offsets, answers, temperature)
