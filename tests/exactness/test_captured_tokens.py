@@ -1,4 +1,4 @@
-"""Rounds that are captured and replayed, and rounds that run ahead, give the tokens of rounds that do neither.
+"""Rounds that are captured, and rounds that run ahead, give the tokens of rounds that do neither.
 
 `OpRecorder` stands for the CUDA graph: what it replays are the operations of a round on the memory of the
 round, without its Python.
@@ -65,8 +65,7 @@ def one_by_one(modules: Modules, requests: list[Request], shape: TreeShape, rule
     return [answers_of(decoder, [request], shape, rule=rule)[0] for request in requests]
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in step", "ahead"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("batch", "ahead"), [(1, False), (3, False), (1, True), (3, True)], ids=str)
 @pytest.mark.parametrize(
     ("name", "rule", "requests"),
     [
@@ -80,7 +79,7 @@ def one_by_one(modules: Modules, requests: list[Request], shape: TreeShape, rule
     ],
 )
 def test_replayed_rounds_give_the_same_tokens(
-    name: str, rule: str, requests: list[Request], batch: int, ahead: bool, modules: Modules
+    *, name: str, rule: str, requests: list[Request], batch: int, ahead: bool, modules: Modules
 ) -> None:
     shape = SHAPES[name]
     wanted = one_by_one(modules, requests, shape, rule)
