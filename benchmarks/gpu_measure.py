@@ -57,7 +57,6 @@ class MeasuredRounds(CapturedRounds):
 
     def __init__(self, device: torch.device, *, enabled: bool = True) -> None:
         super().__init__(device, enabled=enabled)
-        self._device = device
         self._marks: list[tuple[Any, Any]] = []
 
     def run(self, key: Hashable, function: Function, *, capture: bool = True) -> None:

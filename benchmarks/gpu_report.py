@@ -20,10 +20,8 @@ def machine(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return {"name": "dry run", **here}
     properties = torch.cuda.get_device_properties(device)
-    major, minor = torch.cuda.get_device_capability(device)
     return {
         "name": properties.name,
-        "compute_capability": f"{major}.{minor}",
         "memory_bytes": properties.total_memory,
         "multiprocessors": properties.multi_processor_count,
         "cuda": torch.version.cuda,

@@ -8,11 +8,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from eagle_run.hashing import cache_dir
+
+if TYPE_CHECKING:
+    from trtdouble import World
 
 ROOT = Path(__file__).parent.parent
 
@@ -45,6 +49,20 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def _one_thread() -> None:
     """Tiny tensors gain nothing from threads."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    """A machine with a GPU of capability 8.9, TensorRT and TensorRT-RTX, all of them stand-ins."""
+    from trtdouble import World, double_gpu, make_library
+
+    from eagle_run import open_graphs
+
+    world = World()
+    monkeypatch.setattr(open_graphs, "find_gpu", lambda: double_gpu(world.capability))
+    monkeypatch.setattr(open_graphs, "need_gpu", lambda _: double_gpu(world.capability))
+    monkeypatch.setattr(open_graphs, "find_library", lambda backend: make_library(world, backend))
+    return world
 
 
 @pytest.fixture(scope="session")

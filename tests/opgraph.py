@@ -1,8 +1,8 @@
 """A CUDA graph without CUDA: the operations of a function, recorded, and replayed on the same memory.
 
-Like a capture, `record` leaves all memory as it was, and like a replay, `replay` runs no Python of the function:
-what the host computed meanwhile (a length, a branch, an index) is baked in. So rounds that are right when
-they are replayed here depend on nothing but device memory.
+Like a capture, `record` leaves all memory as it was, and like a replay, `replay` runs no Python of the
+function: what the host computed meanwhile (a length, a branch, an index) is baked in. So rounds that are
+right when they are replayed here depend on nothing but device memory.
 """
 
 from __future__ import annotations

@@ -207,9 +207,6 @@ class ICudaEngine:
     def device_memory_size_v2(self) -> int:
         return max(self._data["scratch"])
 
-    def get_device_memory_size_for_profile_v2(self, profile_index: int) -> int:
-        return int(self._data["scratch"][profile_index])
-
     def get_tensor_name(self, index: int) -> str:
         return list(self._tensors)[index]
 

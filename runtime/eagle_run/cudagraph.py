@@ -16,7 +16,7 @@ import torch
 from eagle_run.errors import EagleError, first_line
 from eagle_run.stream import on_stream, stream_of
 
-Function = Callable[[], None]
+Function = Callable[[], object]  # what it returns is not used
 
 
 class Recording(Protocol):

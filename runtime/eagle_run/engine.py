@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from eagle_run.bundle import Bundle, load_bundle
+from eagle_run.cudagraph import CapturedRounds
 from eagle_run.errors import UsageError
 from eagle_run.loop import Decoder
 from eagle_run.open_graphs import Log, open_graphs
@@ -79,12 +80,16 @@ class Engine:
     text: Text
     tree: TreeShape | None
     backend: str
-    device: str
     threads: int
 
     @property
     def batch(self) -> int:
         return self.decoder.session.batch
+
+    @property
+    def device(self) -> str:
+        """ "cpu", or which GPU: "cuda:0"."""
+        return str(self.decoder.session.device)
 
     @property
     def precision(self) -> str:
@@ -212,7 +217,6 @@ def open_engine(
         bundle,
         session,
         backend=opened.backend,
-        device=opened.device,
         threads=threads,
         cuda_graphs=cuda_graphs,
     )
@@ -223,7 +227,6 @@ def assemble(
     session: Session,
     *,
     backend: str,
-    device: str,
     threads: int,
     cuda_graphs: bool = True,
 ) -> Engine:
@@ -236,7 +239,7 @@ def assemble(
         chunk=limits.prefill_chunk,
         text=text,
         max_nodes=limits.max_tree_nodes,
-        capture=cuda_graphs,
+        rounds=CapturedRounds(session.device, enabled=cuda_graphs),
     )
     defaults = bundle.manifest.tree if session.has_draft else None
     return Engine(
@@ -245,7 +248,6 @@ def assemble(
         text=text,
         tree=None if defaults is None else defaults.shape(),
         backend=backend,
-        device=device,
         threads=threads,
     )
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from eagle_run.cudagraph import CapturedRounds
+from eagle_run.cudagraph import CapturedRounds, Function
 from eagle_run.prefill import kv_bucket
 from eagle_run.session import Session
 from eagle_run.stream import on_stream, wait
@@ -16,11 +15,11 @@ from eagle_run.stream import on_stream, wait
 _ROWS = {"target": (1, 2, 4, 8, 16, 32), "draft": (1, 2, 4, 8), "fuse": (2, 4, 8)}
 
 
-def forward_seconds(session: Session, graph: str, most: int) -> dict[int, float]:
+def forward_seconds(session: Session, graph: str, most: int, *, capture: bool) -> dict[int, float]:
     """Least seconds of a few forwards by rows, over a few hundred cached tokens: what else runs only adds.
 
-    `graph` is "target" or "draft", `most` the rows that a forward may have. Where rounds are captured as
-    CUDA graphs the forwards are too.
+    `graph` is "target" or "draft", `most` the rows that a forward may have. `capture`: as CUDA graphs, like
+    the rounds that they will be part of.
     """
     kv = kv_bucket(256, session.cache_rows)
     found = {}
@@ -32,11 +31,11 @@ def forward_seconds(session: Session, graph: str, most: int) -> dict[int, float]
             for name, tensor in forward.inputs.items():
                 if not name.startswith("past_"):  # those are the cache itself
                     tensor.fill_(name == "tree_mask")
-        found[rows] = _least_seconds(session, forward.run)
+        found[rows] = _least_seconds(session, forward.run, capture)
     return found
 
 
-def fuse_seconds(session: Session) -> dict[int, float]:
+def fuse_seconds(session: Session, *, capture: bool) -> dict[int, float]:
     """The same of the fuse graph, over the rows of a prime; empty for a head without one."""
     if "fuse" not in session.graphs:
         return {}
@@ -44,16 +43,16 @@ def fuse_seconds(session: Session) -> dict[int, float]:
     for rows in _ROWS["fuse"]:
         with on_stream(session.device):
             features = torch.zeros(session.batch, rows, session.feature_size, device=session.device)
-        found[rows] = _least_seconds(session, partial(session.fuse, features))
+        found[rows] = _least_seconds(session, partial(session.fuse, features), capture)
     return found
 
 
-def _least_seconds(session: Session, run: Callable[[], object]) -> float:
-    rounds = CapturedRounds(session.device, enabled=session.capturable)
+def _least_seconds(session: Session, run: Function, capture: bool) -> float:
+    rounds = CapturedRounds(session.device, enabled=capture and session.capturable)
 
     def once() -> float:
         start = time.perf_counter()
-        rounds.run("forward", lambda: _call(run))
+        rounds.run("forward", run)
         wait(session.device)
         return time.perf_counter() - start
 
@@ -61,7 +60,3 @@ def _least_seconds(session: Session, run: Callable[[], object]) -> float:
     best = min(once() for _ in range(max(2, min(6, int(0.5 / first)))))
     rounds.clear()
     return best
-
-
-def _call(run: Callable[[], object]) -> None:
-    run()

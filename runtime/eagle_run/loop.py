@@ -9,7 +9,7 @@ from eagle_run.errors import EagleError, UsageError
 from eagle_run.request import Piece, Request, Stats
 from eagle_run.sampling import SamplingSettings, stack
 from eagle_run.session import Session, State
-from eagle_run.slots import Run
+from eagle_run.slots import Job, Slots
 from eagle_run.stream import on_stream
 from eagle_run.text import Text
 from eagle_run.tree import TreeShape
@@ -19,9 +19,9 @@ class Decoder:
     """Runs requests through a session in rounds, `session.batch` of them at a time.
 
     `text` turns tokens into text as they come; without it pieces carry tokens only. `max_nodes` is the
-    largest tree that the graphs were built for; None leaves it to the room in the caches. On a GPU rounds are
-    captured as CUDA graphs, unless `capture` is off, and with `run_ahead` (the default there) the host issues
-    a round before it reads the one before; that an answer ended is then noticed one round late.
+    largest tree that the graphs were built for; None leaves it to the room in the caches. `rounds` runs the
+    rounds: by default, on a GPU, as CUDA graphs. With `run_ahead` (the default there) the host issues a round
+    before it reads the one before; that an answer ended is then noticed one round late.
     """
 
     def __init__(
@@ -32,7 +32,6 @@ class Decoder:
         chunk: int,
         text: Text | None = None,
         max_nodes: int | None = None,
-        capture: bool = True,
         run_ahead: bool | None = None,
         rounds: CapturedRounds | None = None,
     ) -> None:
@@ -42,7 +41,7 @@ class Decoder:
         self.chunk = chunk
         self.text = text
         self.run_ahead = session.device.type == "cuda" if run_ahead is None else run_ahead
-        self.rounds = rounds or CapturedRounds(session.device, enabled=capture)
+        self.rounds = rounds or CapturedRounds(session.device)
         self._states: dict[int, State] = {}
 
     def generate(
@@ -56,23 +55,21 @@ class Decoder:
         Raises EagleError for what `check` refuses, before anything is computed.
         """
         self.check(requests, shape, rule=rule)
-        run = Run(
+        slots = Slots(
             self.session,
             self.state(shape),
             self.rounds,
-            requests,
+            [Job(index, request, self.max_seq_len, self.text) for index, request in enumerate(requests)],
             shape,
             rule=rule,
             stats=stats if stats is not None else Stats(),
-            text=self.text,
-            max_seq_len=self.max_seq_len,
             chunk=self.chunk,
             ahead=int(self.run_ahead),
         )
-        while run.unfinished:
-            run.fill_slots()
-            run.launch()
-            yield from run.collect()
+        while slots.unfinished:
+            slots.fill()
+            slots.launch()
+            yield from slots.collect()
 
     def state(self, shape: TreeShape) -> State:
         """The state of rounds of this shape, always the same one: captured rounds hold its memory."""

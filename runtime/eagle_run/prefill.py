@@ -35,6 +35,8 @@ def prefill(session: Session, state: State, slot: int, prompt: Sequence[int], *,
     state.length[slot] = cached
     state.root[slot] = prompt[-1]
     state.pending_count[slot] = min(cached, 1)
+    if not cached:  # nothing is pending; what an earlier prompt left must not sway the first drafts
+        state.pending_features[slot, 0] = 0
     state.pending_tokens[slot, 0] = prompt[-1]
     state.active[slot] = True
 

@@ -52,7 +52,7 @@ class Stats:
     decode_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
-    steps: int = 0
+    steps: int = 0  # rounds, each counted once whatever the batch
 
     @property
     def tokens_per_second(self) -> float:

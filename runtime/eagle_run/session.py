@@ -127,6 +127,7 @@ class Session:
             self.draft_cache = self._caches["draft"] = self._new_cache(graphs["draft"].spec, batch)
             self.draft_to_target = draft_to_target.to(self.device)
             _check_pair(graphs, len(draft_to_target))
+        self.runs = 0  # begun so far: only the last of them owns the caches (see `Slots`)
         self._staging: dict[str, Tensor] = {}
         self._buffers: dict[tuple[object, ...], Tensor] = {}
         self._forwards: dict[tuple[object, ...], Forward] = {}

@@ -1,4 +1,4 @@
-"""The host's side of decoding: which request is in which slot, which rounds are under way, what is over."""
+"""The host's side of decoding: which job is in which slot, which rounds are under way, what is over."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from eagle_run.cudagraph import CapturedRounds
+from eagle_run.errors import EagleError
 from eagle_run.handover import Handover, Read
 from eagle_run.prefill import kv_bucket, prefill
 from eagle_run.request import Piece, Request, Stats
@@ -20,8 +21,8 @@ from eagle_run.text import Detokenizer, StopStrings, Text
 from eagle_run.tree import TreeShape
 
 
-class Slot:
-    """What the host keeps of a request: its tokens so far, its text, and when it is over.
+class Job:
+    """What the host keeps of a request: how far its answer is, its text, and when it is over.
 
     `length` tokens are known to be in the cache; `under_way` rounds were issued and not read yet, each of
     which will add at least one.
@@ -91,17 +92,17 @@ class Slot:
 
 @dataclass(frozen=True)
 class Round:
-    """A round under way: who was in the slots when it was issued, and how to read what it emitted."""
+    """A round under way: what was in the slots when it was issued, and how to read what it emitted."""
 
-    slots: tuple[Slot | None, ...]
+    jobs: tuple[Job | None, ...]  # by slot
     read: Read
 
 
-class Run:
-    """Requests on their way through the slots of a session.
+class Slots:
+    """Jobs on their way through the slots of a session.
 
-    `ahead` is how many rounds may be under way while the host looks at the one before them. All requests of
-    a run share the code that their settings need together, so that rounds do not change as slots do.
+    `ahead` is how many rounds may be under way while the host looks at the one before them. All jobs share
+    the code that their sampling settings need together, so that rounds do not change as slots do.
     """
 
     def __init__(
@@ -109,13 +110,11 @@ class Run:
         session: Session,
         state: State,
         rounds: CapturedRounds,
-        requests: Sequence[Request],
+        jobs: Sequence[Job],
         shape: TreeShape,
         *,
         rule: str,
         stats: Stats,
-        text: Text | None,
-        max_seq_len: int,
         chunk: int,
         ahead: int,
     ) -> None:
@@ -127,40 +126,46 @@ class Run:
         self._stats = stats
         self._chunk = chunk
         self._ahead = ahead
-        self._waiting = deque(Slot(i, request, max_seq_len, text) for i, request in enumerate(requests))
-        self._slots: list[Slot | None] = [None] * session.batch
+        self._waiting = deque(jobs)
+        self._jobs: list[Job | None] = [None] * session.batch
         self._under_way: deque[Round] = deque()
         self._handover = Handover(session.device, depth=ahead + 1)
-        self._mark = 0.0
+        self._mark = 0.0  # where the time of the oldest round under way begins
+        session.runs += 1
+        self._run = session.runs
         with on_stream(session.device):
             state.settings = replace(
-                state.settings, switches=switches([request.sampling for request in requests])
+                state.settings, switches=switches([job.request.sampling for job in jobs])
             )
-            for place in range(session.batch):  # an earlier run may have been left in the middle
-                state.retire(place)
+            for slot in range(session.batch):  # an earlier run may have been left in the middle
+                state.retire(slot)
 
     @property
     def unfinished(self) -> bool:
-        return bool(self._waiting) or any(self._slots)
+        return bool(self._waiting) or any(self._jobs)
 
-    def fill_slots(self) -> None:
-        """Gives free slots to waiting requests, whose prompts go into the caches."""
-        if not self._waiting or all(self._slots):
+    def fill(self) -> None:
+        """Gives free slots to waiting jobs, whose prompts go into the caches.
+
+        Raises EagleError if another run has begun in this session: the caches are no longer this one's.
+        """
+        self._check_last()
+        if not self._waiting or all(self._jobs):
             return
-        for place, occupant in enumerate(self._slots):
+        for slot, occupant in enumerate(self._jobs):
             if occupant is None and self._waiting:
-                self._slots[place] = slot = self._waiting.popleft()
+                self._jobs[slot] = job = self._waiting.popleft()
                 start = time.perf_counter()
-                self._admit(place, slot)
-                slot.prefill_seconds = time.perf_counter() - start
-                self._stats.prefill_seconds += slot.prefill_seconds
-                self._mark += slot.prefill_seconds  # not the time of the rounds under way
+                self._admit(slot, job)
+                job.prefill_seconds = time.perf_counter() - start
+                self._stats.prefill_seconds += job.prefill_seconds
+                self._mark += job.prefill_seconds  # not the time of the rounds under way
         self._session.clock.reset()
 
     def launch(self) -> None:
         """Issues one round for all slots, unless those under way will finish every one of them."""
-        slots = tuple(slot if slot and slot.wants_a_round else None for slot in self._slots)
-        longest = max((slot.longest(self._shape.depth + 1) for slot in slots if slot), default=None)
+        jobs = tuple(job if job and job.wants_a_round else None for job in self._jobs)
+        longest = max((job.longest(self._shape.depth + 1) for job in jobs if job), default=None)
         if longest is None:
             return
         if not self._under_way:
@@ -170,14 +175,14 @@ class Run:
         self._rounds.run(key, partial(self._round, kv), capture=self._session.capturable)
         with on_stream(self._session.device):
             read = self._handover.send(self._state.report)
-        self._under_way.append(Round(slots, read))
-        for slot in filter(None, slots):
-            slot.under_way += 1
+        self._under_way.append(Round(jobs, read))
+        for job in filter(None, jobs):
+            job.under_way += 1
 
     def collect(self) -> Iterator[Piece]:
         """The pieces of the oldest round under way, once there are more of them than may run ahead.
 
-        When nothing more will be issued for the requests that are left, of all of them.
+        When nothing more will be issued for the jobs that are left, of all of them.
         """
         while len(self._under_way) > (self._ahead if self._more_to_issue else 0):
             round_ = self._under_way.popleft()
@@ -186,34 +191,42 @@ class Run:
             self._stats.time(now - self._mark, self._session.clock.seconds)
             self._session.clock.reset()
             self._mark = now
-            for place, (slot, tokens) in enumerate(zip(round_.slots, emitted, strict=True)):
-                if slot is not None and slot.finish_reason is None:  # it may have ended in the round before
-                    yield self._take(place, slot, tokens)
+            for slot, (job, tokens) in enumerate(zip(round_.jobs, emitted, strict=True)):
+                if job is not None and job.finish_reason is None:  # it may have ended in the round before
+                    yield self._take(slot, job, tokens)
 
     @property
     def _more_to_issue(self) -> bool:
-        return any(slot and slot.wants_a_round for slot in self._slots)
+        return any(job and job.wants_a_round for job in self._jobs)
+
+    def _check_last(self) -> None:
+        if self._session.runs != self._run:
+            raise EagleError(
+                "this run cannot go on: another one has begun in the same session",
+                hint="let a run end, or leave it for good, before the next one begins",
+            )
 
     def _round(self, kv: int) -> None:
         step(self._session, self._state, self._shape, kv=kv, rule=self._rule)
         if self._ahead:  # the next round is issued before the host sees who is finished
             self._state.retire_full()
 
-    def _admit(self, place: int, slot: Slot) -> None:
-        state, request = self._state, slot.request
+    def _admit(self, slot: int, job: Job) -> None:
+        state, request = self._state, job.request
         with on_stream(self._session.device):
-            state.settings.put(place, request.sampling)
-            state.limit[place] = slot.limit
-            prefill(self._session, state, place, request.prompt, chunk=self._chunk)
+            state.settings.put(slot, request.sampling)
+            state.limit[slot] = job.limit
+            prefill(self._session, state, slot, request.prompt, chunk=self._chunk)
         wait(self._session.device)
         self._stats.prompt_tokens += len(request.prompt)
 
-    def _take(self, place: int, slot: Slot, tokens: Sequence[int]) -> Piece:
+    def _take(self, slot: int, job: Job, tokens: Sequence[int]) -> Piece:
+        self._check_last()  # the caller may have begun another since the last piece
         self._stats.count([len(tokens)])
-        piece = slot.take(tokens)
+        piece = job.take(tokens)
         self._stats.tokens += len(piece.tokens)
         if piece.finish_reason is not None:
             with on_stream(self._session.device):
-                self._state.retire(place)
-            self._slots[place] = None
+                self._state.retire(slot)
+            self._jobs[slot] = None
         return piece

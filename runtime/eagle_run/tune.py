@@ -113,7 +113,10 @@ def _entrants(engine: Engine, requests: list[list[Request]], rule: str, seconds:
     most = min(engine.bundle.manifest.limits.max_tree_nodes, room)
     if most < 2:
         return []
-    target, drafting = (forward_seconds(session, graph, most) for graph in ("target", "draft"))
+    capture = engine.decoder.rounds.enabled
+    target, drafting = (
+        forward_seconds(session, graph, most, capture=capture) for graph in ("target", "draft")
+    )
     wide = _wide_tree(target, most)
     paths, glue = _survey(engine, requests, wide, seconds / 4)
     if not paths:
@@ -122,7 +125,7 @@ def _entrants(engine: Engine, requests: list[list[Request]], rule: str, seconds:
     plain = engine.decode(short, TreeShape.plain())
     plain_glue = median(time.glue if session.timed else 0.0 for time in plain.rounds)
     per_level = max(median(glue) - plain_glue, 0) / len(wide.levels)
-    costs = Costs(target, drafting, (plain_glue, per_level), fuse_seconds(session))
+    costs = Costs(target, drafting, (plain_glue, per_level), fuse_seconds(session, capture=capture))
     found = shortlist(costs, paths, seen=wide, max_nodes=most, keep=2)
     if rule == "topk":
         best = found[0]
@@ -231,7 +234,7 @@ def _key(engine: Engine, sampling: SamplingSettings, rule: str) -> str:
     facts = {
         "files": sorted(entry.sha256 for artifact in manifest.artifacts for entry in artifact.files),
         "tree": manifest.tree.model_dump() if manifest.tree else None,
-        "engine": [engine.backend, engine.device, engine.batch],
+        "engine": [engine.backend, engine.device, engine.batch, engine.decoder.rounds.enabled],
         "sampling": asdict(replace(sampling, seed=0)),
         "rule": rule,
         "machine": environment(engine.threads),

@@ -8,22 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from exportcli import Outcome
 from tinybundle import make_bundle
-from trtdouble import World, add_engines, double_gpu, make_library
-
-from eagle_run import open_graphs as opening
-from eagle_run.cli import run
-
-
-@pytest.fixture
-def eagle_run(capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*arguments: object) -> Outcome:
-        code = run([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return Outcome(code, captured.out, captured.err)
-
-    return call
+from trtdouble import World, add_engines
 
 
 @pytest.fixture
@@ -31,15 +17,6 @@ def root(tmp_path: Path) -> Path:
     root = make_bundle(tmp_path / "tiny")
     add_engines(root, "tensorrt-rtx", ("8.9", "12.0"), precision="fp16")
     return root
-
-
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    world = World()
-    monkeypatch.setattr(opening, "find_gpu", lambda: double_gpu(world.capability))
-    monkeypatch.setattr(opening, "need_gpu", lambda _: double_gpu(world.capability))
-    monkeypatch.setattr(opening, "find_library", lambda backend: make_library(world, backend))
-    return world
 
 
 def test_without_a_gpu(eagle_run: Any, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

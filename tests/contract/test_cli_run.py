@@ -13,30 +13,12 @@ import pytest
 from tinybundle import MAX_SEQ_LEN, make_bundle
 
 from eagle_run import generate, tune
-from eagle_run.cli import run
 from eagle_run.engine import Engine, open_engine
 from eagle_run.mismatch import Mismatch
 from eagle_run.request import Piece
 from eagle_run.tree import TreeShape
 
 COMMANDS = ("generate", "chat", "bench")
-
-
-class Result:
-    """Exit code and both streams of one command line."""
-
-    def __init__(self, code: int, captured: Any) -> None:
-        self.code, self.out, self.err = code, captured.out, captured.err
-
-
-@pytest.fixture
-def eagle_run(capfd: pytest.CaptureFixture[str]) -> Any:
-    def call(*arguments: object) -> Result:
-        capfd.readouterr()
-        code = run([str(argument) for argument in arguments])
-        return Result(code, capfd.readouterr())
-
-    return call
 
 
 @pytest.fixture

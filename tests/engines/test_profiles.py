@@ -52,6 +52,10 @@ class Recorder:
     def spec(self) -> GraphSpec:
         return self._graph.spec
 
+    @property
+    def capturable(self) -> bool:
+        return self._graph.capturable
+
     def bind(self, tensors: Mapping[str, torch.Tensor], *, shared: bool = False) -> Run:
         sizes: dict[str, int] = {}
         for tensor in (*self.spec.inputs, *self.spec.outputs):
@@ -59,7 +63,7 @@ class Recorder:
                 if isinstance(axis, str):
                     sizes[axis] = size
         self._seen.add(tuple(sorted(sizes.items())))
-        return self._graph.bind(tensors)
+        return self._graph.bind(tensors, shared=shared)
 
 
 Shapes = dict[str, set[tuple[tuple[str, int], ...]]]
@@ -99,8 +103,8 @@ def record(precision: str, modules: Modules, trees: Sequence[TreeShape]) -> Shap
         if len(trees) == 1:
             continue
         for graph in ("target", "draft"):  # as `--tree auto` does
-            forward_seconds(decoder.session, graph, LIMITS.max_tree_nodes)
-        fuse_seconds(decoder.session)
+            forward_seconds(decoder.session, graph, LIMITS.max_tree_nodes, capture=False)
+        fuse_seconds(decoder.session, capture=False)
     return seen
 
 

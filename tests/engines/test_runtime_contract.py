@@ -13,12 +13,11 @@ import torch
 import trtcontext
 import trtdouble
 import trtworld
-from trtdouble import World, double_gpu, make_library, write_engine
+from trtdouble import World, write_engine
 
 from eagle_export.compile import compile_bundle
 from eagle_export.options import EngineOptions
 from eagle_export.progress import Report
-from eagle_run import open_graphs as opening
 from eagle_run.backends.engine_checks import check_header
 from eagle_run.backends.tensorrt import make_log
 from eagle_run.bundle import Bundle, load_bundle
@@ -109,7 +108,7 @@ def test_the_log_keeps_errors_and_nothing_else(rtx: Any) -> None:
     assert log.last == "second"
 
 
-def test_a_real_manifest_decodes(compiled: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_real_manifest_decodes(compiled: Bundle, world: World, tmp_path: Path) -> None:
     """Profiles and signatures are the real compiler's; only what runs is stood in for."""
     import hashlib
     import shutil
@@ -126,9 +125,6 @@ def test_a_real_manifest_decodes(compiled: Bundle, monkeypatch: pytest.MonkeyPat
         entry["files"] = [{"path": entry["file"], "bytes": file.stat().st_size, "sha256": digest}]
     (root / "manifest.json").write_text(json.dumps(manifest))
 
-    world = World()
-    monkeypatch.setattr(opening, "find_gpu", double_gpu)
-    monkeypatch.setattr(opening, "find_library", lambda backend: make_library(world, backend))
     engine = open_engine(root)
     expected = open_engine(root, device="cpu", threads=1)
     assert (engine.backend, expected.backend) == ("tensorrt-rtx", "onnxruntime")

@@ -32,9 +32,15 @@ SETTINGS = {
 }
 
 
-def make_decoder(setup: Any, batch: int, **options: Any) -> Decoder:
+def make_decoder(setup: Any, batch: int, *, capture: bool = True, run_ahead: bool = True) -> Decoder:
     session, _ = setup.session(batch)
-    return Decoder(session, max_seq_len=setup.max_seq_len, chunk=setup.chunk, **options)
+    return Decoder(
+        session,
+        max_seq_len=setup.max_seq_len,
+        chunk=setup.chunk,
+        run_ahead=run_ahead,
+        rounds=CapturedRounds(session.device, enabled=capture),
+    )
 
 
 def make_requests(setup: Any, count: int, sampling: SamplingSettings, tokens: int = 24) -> list[Request]:

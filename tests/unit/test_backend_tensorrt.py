@@ -12,7 +12,6 @@ from tinybundle import make_bundle
 from torch.utils._python_dispatch import TorchDispatchMode
 from trtdouble import STREAM, Misuse, World, add_engines, double_gpu, make_library
 
-from eagle_run import open_graphs as opening
 from eagle_run.backends.checks import DTYPES
 from eagle_run.backends.tensorrt import TensorRTGraph, load_engines
 from eagle_run.bundle import Bundle, load_bundle
@@ -34,16 +33,6 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     add_engines(root, "tensorrt-rtx", ("8.9", "12.0"))
     add_engines(root, "tensorrt", ("9.0",))
     return root
-
-
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    """A machine with a GPU and both libraries, all of them stand-ins."""
-    world = World()
-    monkeypatch.setattr(opening, "find_gpu", lambda: double_gpu(world.capability))
-    monkeypatch.setattr(opening, "need_gpu", lambda _: double_gpu(world.capability))
-    monkeypatch.setattr(opening, "find_library", lambda backend: make_library(world, backend))
-    return world
 
 
 def answers(engine: Engine, shape: TreeShape, temperature: float = 0.0) -> list[list[int]]:

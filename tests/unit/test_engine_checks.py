@@ -177,10 +177,10 @@ def test_a_cache_that_cannot_be_read_or_written_only_costs_time(
     graph = load(bundle, world)
     graph.bind(tensors(graph))
     assert world.compiled == 1
-    graph._engine.cache.save()
+    graph._engine.cache._save()
     assert file.read_bytes().startswith(b"1.7.1.116 8.9\n")
     (tmp_path / "a file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a file"))
     graph = load(bundle, world)
     graph.bind(tensors(graph))()
-    graph._engine.cache.save()
+    graph._engine.cache._save()

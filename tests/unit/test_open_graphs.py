@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tinybundle import make_bundle
-from trtdouble import World, add_engines, double_gpu, make_library
+from trtdouble import World, add_engines
 
 from eagle_run import open_graphs as opening
 from eagle_run.backends.library import compile_command
@@ -29,16 +29,6 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def root(bare: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(bare, tmp_path / "tiny"))
-
-
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    """A GPU of capability 8.9 with both libraries."""
-    world = World()
-    monkeypatch.setattr(opening, "find_gpu", lambda: double_gpu(world.capability))
-    monkeypatch.setattr(opening, "need_gpu", lambda _: double_gpu(world.capability))
-    monkeypatch.setattr(opening, "find_library", lambda backend: make_library(world, backend))
-    return world
 
 
 @pytest.fixture

@@ -61,8 +61,8 @@ def test_the_fuse_graph_is_charged_once_a_round() -> None:
 
 
 def test_the_fuse_graph_is_timed_where_there_is_one(tiny_bundle: Path, built_bundle: Path) -> None:
-    assert fuse_seconds(open_engine(tiny_bundle, threads=1).decoder.session) == {}
-    found = fuse_seconds(open_engine(built_bundle, threads=1).decoder.session)
+    assert fuse_seconds(open_engine(tiny_bundle, threads=1).decoder.session, capture=False) == {}
+    found = fuse_seconds(open_engine(built_bundle, threads=1).decoder.session, capture=False)
     assert set(found) == {2, 4, 8}
     assert min(found.values()) > 0
 
@@ -167,7 +167,7 @@ def test_flat_costs_give_entrants_of_the_largest_size(
 ) -> None:
     taken = [path for depth in range(5) for path in itertools.product(range(4), repeat=depth)]
     flat = {"target": FLAT.target, "draft": FLAT.draft}
-    monkeypatch.setattr(tune_module, "forward_seconds", lambda _session, graph, _most: flat[graph])
+    monkeypatch.setattr(tune_module, "forward_seconds", lambda _session, graph, _most, **_: flat[graph])
     monkeypatch.setattr(tune_module, "_survey", lambda *_: (taken, [0.0]))
     requests = tune_module._requests(engine, SamplingSettings())
     entrants = tune_module._entrants(engine, requests, "topk", 0.1)

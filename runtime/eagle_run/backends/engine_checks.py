@@ -7,21 +7,13 @@ with another dtype it has none at all.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
-from eagle_run.backends.library import Library, compile_command
+from eagle_run.backends.library import Library, compile_command, declared
 from eagle_run.backends.profiles import tensor_range
 from eagle_run.errors import EagleError
 from eagle_run.manifest import Artifact
-
-_DTYPES = {
-    "float32": "FLOAT",
-    "float16": "HALF",
-    "bfloat16": "BF16",
-    "int64": "INT64",
-    "int32": "INT32",
-    "bool": "BOOL",
-}
 
 
 def check_fit(library: Library, artifact: Artifact, where: str, capability: str, name: str) -> None:
@@ -70,19 +62,19 @@ def check_header(library: Library, runtime: Any, header: bytes, where: str, log:
     )
 
 
-def check_engine(library: Library, engine: Any, artifact: Artifact, where: str) -> None:
+def check_engine(engine: Any, artifact: Artifact, where: str) -> None:
     """After loading: tensors, their places in memory and profiles are those in the manifest.
 
     Raises EagleError for the first that is not.
     """
-    for expected, found in _differences(library.module, engine, artifact):
+    for expected, found in _differences(engine, artifact):
         raise EagleError(
             f"{where} is not the engine in the manifest: expected {expected}, found {found}",
             hint="compile the bundle again with `eagle-export compile BUNDLE`",
         )
 
 
-def _differences(trt: Any, engine: Any, artifact: Artifact) -> Any:
+def _differences(engine: Any, artifact: Artifact) -> Iterator[tuple[object, object]]:
     """(expected, found) of what differs."""
     names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
     wanted = [tensor.name for tensor in (*artifact.inputs, *artifact.outputs)]
@@ -92,8 +84,7 @@ def _differences(trt: Any, engine: Any, artifact: Artifact) -> Any:
         return
     for mode, tensors in (("INPUT", artifact.spec().inputs), ("OUTPUT", artifact.spec().outputs)):
         for tensor in tensors:
-            shape = tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
-            expected = (tensor.name, mode, _DTYPES[tensor.dtype], shape, "DEVICE")
+            expected = (tensor.name, mode, *declared(tensor), "DEVICE")
             found = (
                 tensor.name,
                 engine.get_tensor_mode(tensor.name).name,
@@ -107,7 +98,7 @@ def _differences(trt: Any, engine: Any, artifact: Artifact) -> Any:
     yield from _profile_differences(engine, artifact)
 
 
-def _alias_differences(engine: Any, artifact: Artifact) -> Any:
+def _alias_differences(engine: Any, artifact: Artifact) -> Iterator[tuple[object, object]]:
     """Caches are updated in place: the engine itself must want past and present at one address."""
     if not hasattr(engine, "get_aliased_input_tensor"):
         return
@@ -118,7 +109,7 @@ def _alias_differences(engine: Any, artifact: Artifact) -> Any:
             yield f"{tensor.name} in the memory of {expected or 'no input'}", f"of {found or 'no input'}"
 
 
-def _profile_differences(engine: Any, artifact: Artifact) -> Any:
+def _profile_differences(engine: Any, artifact: Artifact) -> Iterator[tuple[object, object]]:
     assert artifact.engine is not None
     profiles = artifact.engine.profiles
     if engine.num_optimization_profiles != len(profiles):

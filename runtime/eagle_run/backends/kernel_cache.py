@@ -20,38 +20,30 @@ from eagle_run.manifest import Artifact
 
 
 class KernelCache:
-    """What one engine is run with: `config`, for its contexts.
+    """What one engine is run with: `config`, for its contexts, which allocate no memory themselves.
 
     New kernels are written when nothing uses the engine any more, at the latest when the process ends.
     """
 
-    def __init__(self, library: Library, engine: Any, file: Path) -> None:
+    def __init__(self, library: Library, engine: Any, artifact: Artifact, gpu: Gpu) -> None:
         trt = library.module
         self.config = config = engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         # Kernels for the shapes at hand before they run: with LAZY a capture would record the general ones
         # for good, and a prompt would give other last bits the second time than the first.
         eager = trt.DynamicShapesKernelSpecializationStrategy.EAGER
         config.dynamic_shapes_kernel_specialization_strategy = eager
-        config.cuda_graph_strategy = (
-            trt.CudaGraphStrategy.DISABLED
-        )  # whole rounds are captured by the runtime
+        # The library must not capture for itself: whole rounds are captured.
+        config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED
         cache = config.create_runtime_cache()
+        sha256 = next(entry.sha256 for entry in artifact.files if entry.path == artifact.file)
+        file = cache_file(sha256, gpu, library)
         before = _read(file)
         # It refuses what another driver, GPU or version made; then it starts empty.
         known = before if before and cache.deserialize(before) else b""
         config.set_runtime_cache(cache)
         # Cache and engine are held by the finalizer, and so outlive the contexts.
         self._save = weakref.finalize(self, _write, cache, known, file, engine)
-
-    @classmethod
-    def of(cls, library: Library, engine: Any, artifact: Artifact, gpu: Gpu) -> KernelCache:
-        """The cache of a loaded engine on this GPU."""
-        sha = next(entry.sha256 for entry in artifact.files if entry.path == artifact.file)
-        return cls(library, engine, cache_file(sha, gpu, library))
-
-    def save(self) -> None:
-        """Writes new kernels now."""
-        self._save()
 
 
 def cache_file(sha256: str, gpu: Gpu, library: Library) -> Path:

@@ -39,14 +39,10 @@ def load_engines(library: Library, files: Sequence[tuple[Path, Artifact]], gpu: 
     loader = _Loader(library, gpu)
     loaded = [(artifact, loader.load(path, artifact)) for path, artifact in files]
     scratch = _scratch([native for _, native in loaded], gpu)
-    by_user = library.module.ExecutionContextAllocationStrategy.USER_MANAGED
     graphs: dict[str, Graph] = {}
     for artifact, native in loaded:
-        how, cache = by_user, None
-        if library.is_rtx:
-            cache = KernelCache.of(library, native, artifact, gpu)
-            how = cache.config
-            how.set_execution_context_allocation_strategy(by_user)
+        cache = KernelCache(library, native, artifact, gpu) if library.is_rtx else None
+        how = cache.config if cache else library.module.ExecutionContextAllocationStrategy.USER_MANAGED
         graphs[artifact.graph] = TensorRTGraph(_Engine(loader, native, artifact, scratch, how, cache))
     return graphs
 
@@ -199,7 +195,7 @@ class _Loader:
                 hint="is enough GPU memory free (`nvidia-smi`)? Else compile the bundle again with "
                 "`eagle-export compile BUNDLE`",
             )
-        check_engine(self.library, engine, artifact, where)
+        check_engine(engine, artifact, where)
         return engine
 
 
@@ -223,20 +219,16 @@ def make_log(trt: Any) -> Any:
 
 def _scratch(engines: Sequence[Any], gpu: Gpu) -> torch.Tensor:
     """Memory for the largest need of any engine, u8 and aligned. It never moves: captured graphs use it."""
-    needs = [1]
-    for engine in engines:
-        needs.append(engine.device_memory_size_v2)
-        places = range(engine.num_optimization_profiles)
-        needs += [engine.get_device_memory_size_for_profile_v2(place) for place in places]
+    size = max([1, *(engine.device_memory_size_v2 for engine in engines)])  # of an engine: over its profiles
     try:
-        memory = torch.empty(max(needs) + _ALIGNMENT, dtype=torch.uint8, device=gpu.device)
+        memory = torch.empty(size + _ALIGNMENT, dtype=torch.uint8, device=gpu.device)
     except torch.OutOfMemoryError as error:
         raise EagleError(
-            f"the engines need {max(needs) / 1e6:.0f} MB of scratch memory, which {gpu.name} has not left",
+            f"the engines need {size / 1e6:.0f} MB of scratch memory, which {gpu.name} has not left",
             hint="close what else uses the GPU, or compile for a smaller prefill chunk or tree",
         ) from error
     start = -memory.data_ptr() % _ALIGNMENT
-    return memory[start : start + max(needs)]
+    return memory[start : start + size]
 
 
 def _check_aliases(spec: GraphSpec, tensors: Mapping[str, torch.Tensor]) -> None:
