@@ -35,13 +35,14 @@ import torch  # noqa: E402
 from benchmarks.gpu_decode import Budget, Plan, equality, sampling  # noqa: E402
 from benchmarks.gpu_engines import measure_engines  # noqa: E402
 from benchmarks.gpu_measure import copy_rate, product_rate  # noqa: E402
-from benchmarks.gpu_models import RandomModel, random_model  # noqa: E402
+from benchmarks.gpu_models import SIZES, RandomModel, random_model  # noqa: E402
 from benchmarks.gpu_report import goals, machine, table  # noqa: E402
 from benchmarks.gpu_speed import speed  # noqa: E402
 from eagle_run.errors import first_line  # noqa: E402
 from eagle_run.tree_spec import parse_spec  # noqa: E402
 
 LARGE, SMALL = "llama3.1-8b", "smollm2-135m"
+BACKENDS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,17 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--engines-only", action="store_true", help="only the bundles")
     parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU")
     found = parser.parse_args(arguments)
+    found.models = (found.models or ("tiny,tinier" if found.dry_run else f"{SMALL},{LARGE}")).split(",")
+    if unknown := sorted(set(found.models) - set(SIZES)):
+        parser.error(f"--models should be of {', '.join(SIZES)}, found {', '.join(unknown)}")
+    found.batches = (found.batches or ("1,2" if found.dry_run else "1,4,16,64")).split(",")
+    if not all(batch.isdecimal() and int(batch) > 0 for batch in found.batches):
+        parser.error(f"--batches should be numbers from 1, found {','.join(found.batches)}")
+    found.backends = found.backends.split(",")
+    if unknown := sorted(set(found.backends) - set(BACKENDS)):
+        parser.error(f"--backends should be of {', '.join(BACKENDS)}, found {', '.join(unknown)}")
+    if not found.seconds > 0:
+        parser.error(f"--seconds should be above 0, found {found.seconds}")
     if found.engines_only and not found.bundle:
         parser.error("--engines-only needs --bundle")
     if not found.dry_run and not torch.cuda.is_available():
@@ -213,15 +225,14 @@ def main(arguments: list[str] | None = None) -> int:
     results = {"benchmark": "gpu", "dry_run": given.dry_run, "machine": here, "seconds": 0.0}
     results |= {"sections": {}, "skipped": {}, "errors": {}}
     bench = Benchmark(device, Budget(given.seconds, _BEGIN), out, given.dry_run, results)
-    models = (given.models or ("tiny,tinier" if given.dry_run else f"{SMALL},{LARGE}")).split(",")
-    batches = (given.batches or ("1,2" if given.dry_run else "1,4,16,64")).split(",")
+    bench.save()  # a place that cannot be written should show before anything is measured
     bench.do(Section("ceiling", 0, bench.ceiling))
     for folder in given.bundle:
-        for backend in given.backends.split(","):
+        for backend in given.backends:
             name = f"{folder.name} {backend}"
             bench.do(Section(name, 30, partial(bench.engines, folder, backend)))
     if not given.engines_only:
-        for section in bench.sections(models, [int(batch) for batch in batches]):
+        for section in bench.sections(given.models, [int(batch) for batch in given.batches]):
             bench.do(section)
     bench.save()
     print(table(results), file=sys.stderr)

@@ -8,7 +8,8 @@ second time it is captured, and from then on replayed. A capture executes nothin
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -49,15 +50,30 @@ class CudaRecorder:
         torch.cuda.empty_cache()  # the capture does so too; here it keeps that out of the count
         free, _ = torch.cuda.mem_get_info(self._device)
         # thread_local: what other threads of the process do on the GPU does not break the capture.
-        with torch.cuda.graph(
+        capture = torch.cuda.graph(
             graph,
             pool=self._pool,
             stream=stream_of(self._device),
             capture_error_mode="thread_local",
-        ):
-            function()
+        )
+        first: list[Exception] = []
+        try:
+            with capture, _noting(first):
+                function()
+        except Exception as error:
+            raise first[0] if first else error from None  # the end of a broken capture raises, too
         left, _ = torch.cuda.mem_get_info(self._device)
         return graph, max(free - left, 0)
+
+
+@contextmanager
+def _noting(errors: list[Exception]) -> Iterator[None]:
+    """Adds to `errors` what is raised inside, on its way out."""
+    try:
+        yield
+    except Exception as error:
+        errors.append(error)
+        raise
 
 
 class CapturedRounds:

@@ -26,8 +26,8 @@ def forward_seconds(session: Session, graph: str, most: int, *, capture: bool) -
     for rows in _ROWS[graph]:
         if rows > most:
             break
-        forward = getattr(session, graph)(rows, 1 if graph == "draft" else rows, kv)
-        with on_stream(session.device):
+        with on_stream(session.device):  # engines ask when they are bound whether it can be captured
+            forward = getattr(session, graph)(rows, 1 if graph == "draft" else rows, kv)
             for name, tensor in forward.inputs.items():
                 if not name.startswith("past_"):  # those are the cache itself
                     tensor.fill_(name == "tree_mask")

@@ -84,7 +84,7 @@ class Printer:
         """Ends the line of a single answer; shows what an interrupt left of several."""
         if not self.begun:
             return
-        while self.several and self.shown < self.count:
+        while self.several and any(self.texts[self.shown :]):
             self._show()
         if not self.several and not self.texts[0].endswith("\n"):
             _write("\n")

@@ -10,7 +10,7 @@ from eagle_run.request import Piece, Request, Stats
 from eagle_run.sampling import SamplingSettings, stack
 from eagle_run.session import Session, State
 from eagle_run.slots import Job, Slots
-from eagle_run.stream import on_stream
+from eagle_run.stream import on_stream, wait
 from eagle_run.text import Text
 from eagle_run.tree import TreeShape
 
@@ -66,10 +66,13 @@ class Decoder:
             chunk=self.chunk,
             ahead=int(self.run_ahead),
         )
-        while slots.unfinished:
-            slots.fill()
-            slots.launch()
-            yield from slots.collect()
+        try:
+            while slots.unfinished:
+                slots.fill()
+                slots.launch()
+                yield from slots.collect()
+        finally:  # left in the middle, a round may be under way on memory that the caller is about to free
+            wait(self.session.device)
 
     def state(self, shape: TreeShape) -> State:
         """The state of rounds of this shape, always the same one: captured rounds hold its memory."""

@@ -71,6 +71,7 @@ def find_mismatch(
 
 def next_logits(session: Session, tokens: Sequence[int], *, chunk: int) -> Tensor:
     """f32 [V]: the target's logits after `tokens`, by a prefill and a forward over the last token alone."""
+    session.runs += 1  # the caches are no longer those of a run that may be going on
     state = session.new_state(1, stack([SamplingSettings()] * session.batch, session.device))
     prefill(session, state, 0, tokens, chunk=chunk)
     kv = kv_bucket(len(tokens), session.cache_rows)

@@ -95,9 +95,10 @@ class Session:
     slot: shapes of a prefill do not depend on the batch, nor its memory on the slot, and a prompt's rows are
     those that a batch of one would give. In a batch of one the staging caches are the caches.
 
-    `precision` of the graphs: in fp8 a target forward of one row gets a second one beside it. Backends have
-    other kernels for a single row, which sum in another order, and rounding to FP8 makes such a last bit grow
-    until plain decoding and a draft answer differently. With two rows at least, products agree bit for bit.
+    `precision` of the graphs: in fp8 a target forward of one row a slot gets a second one beside it. Backends
+    have other kernels for a single row (in attention, whatever the batch), which sum in another order, and
+    rounding to FP8 makes such a last bit grow until plain decoding and a draft answer differently. With two
+    rows a slot, products agree bit for bit.
     """
 
     def __init__(
@@ -224,7 +225,7 @@ class Session:
     def _bind(self, name: str, cache: Tensor | None, sizes: dict[str, int], staged: bool) -> Forward:
         graph = self.graphs[name]
         rows = sizes["T"]
-        alone = name == "target" and sizes["B"] * rows < self.min_rows
+        alone = name == "target" and rows < self.min_rows
         more = {"T": self.min_rows, "R": self.min_rows} if alone else {}
         sizes = {**sizes, **more}
         tensors: dict[str, Tensor] = {}

@@ -152,6 +152,7 @@ class Slots:
         self._check_last()
         if not self._waiting or all(self._jobs):
             return
+        wait(self._session.device)  # the time of a round under way is not a prompt's
         for slot, occupant in enumerate(self._jobs):
             if occupant is None and self._waiting:
                 self._jobs[slot] = job = self._waiting.popleft()
@@ -171,7 +172,7 @@ class Slots:
         if not self._under_way:
             self._mark = time.perf_counter()
         kv = kv_bucket(longest + self._shape.cache_rows, self._session.cache_rows)
-        key = (self._shape, self._rule, self._state.settings.switches, kv)
+        key = (self._shape, self._rule, self._state.settings.switches, kv, self._ahead)
         self._rounds.run(key, partial(self._round, kv), capture=self._session.capturable)
         with on_stream(self._session.device):
             read = self._handover.send(self._state.report)

@@ -15,6 +15,7 @@ from tiny import Answer, answers_of, eager_decoder, modules_of
 
 from eagle_export.reference import Modules
 from eagle_run.cudagraph import CapturedRounds
+from eagle_run.errors import EagleError
 from eagle_run.loop import Decoder
 from eagle_run.request import Request, Stats
 from eagle_run.sampling import SamplingSettings
@@ -147,6 +148,10 @@ def test_running_ahead_stays_inside_the_caches(batch: int, modules: Modules) -> 
             answers.append(answers_of(decoder, [request, short], shape))
         assert answers[0] == answers[1]
         assert len(answers[0][0].tokens) == room
+        decoder, _ = recorded(modules, batch=batch, max_seq_len=most, extra_rows=behind)
+        for ahead in (False, False, True, True):  # rounds captured in step do not serve one that runs ahead
+            decoder.run_ahead = ahead
+            assert answers_of(decoder, [request, short], shape) == answers[0]
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in step", "ahead"])
@@ -180,3 +185,24 @@ def test_an_answer_left_in_the_middle_does_not_show(modules: Modules) -> None:
         next(run)
     run.close()
     assert answers_of(decoder, GREEDY[2:3], shape) == one_by_one(modules, GREEDY[2:3], shape, "topk")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_prompt_of_one_token_does_not_see_the_one_before(seed: int, modules: Modules) -> None:
+    """It has no pending pair; drawn drafts are those of a decoder that was never used."""
+    request = Request((12 + seed,), SamplingSettings(1.0, seed=seed), max_new_tokens=12)
+    fresh, used = eager_decoder(modules), eager_decoder(modules)
+    answers_of(used, GREEDY[:1], SHAPES["chain"], rule="sampled")
+    wanted = answers_of(fresh, [request], SHAPES["chain"], rule="sampled")
+    assert answers_of(used, [request], SHAPES["chain"], rule="sampled") == wanted
+
+
+@pytest.mark.parametrize("other", ["dynamic", "plain"])
+def test_a_second_run_ends_the_first_one_aloud(other: str, modules: Modules) -> None:
+    decoder = eager_decoder(modules, batch=2)
+    first = decoder.generate(GREEDY[:2], SHAPES["dynamic"])
+    next(first)
+    second = answers_of(decoder, GREEDY[2:3], SHAPES[other])
+    assert second == one_by_one(modules, GREEDY[2:3], SHAPES[other], "topk")
+    with pytest.raises(EagleError, match="another one has begun"):
+        list(first)

@@ -36,6 +36,14 @@ def test_a_chain_changes_no_token(engine: Engine, temperature: float, depth: int
         assert drafted.stats.tokens_per_round > 1
 
 
+def test_side_by_side_changes_no_token(engine: Engine) -> None:
+    """Attention has its kernel for a single row a slot, however many slots there are."""
+    asked = requests(engine, 1.0)
+    alone = [engine.decode([request], TreeShape.plain()).tokens[0] for request in asked]
+    together = open_engine(engine.bundle.path, batch=2)
+    assert together.decode(asked, TreeShape.plain()).tokens == alone
+
+
 def test_one_row_alone_is_another_model(engine: Engine) -> None:
     """Why the row is added: without it plain decoding parts from the draft's answers."""
     parted = 0

@@ -11,6 +11,7 @@ from tinybundle import END, make_bundle
 
 from eagle_run.engine import Engine, open_engine
 from eagle_run.errors import EagleError, UsageError
+from eagle_run.generate import Printer
 from eagle_run.request import Piece
 from eagle_run.sampling import SamplingSettings
 from eagle_run.tree import TreeShape
@@ -140,3 +141,11 @@ def test_decoding_leaves_torchs_threads_as_they_were(engine: Engine) -> None:
         assert (seen, torch.get_num_threads()) == ([1, 1], 2)
     finally:
         torch.set_num_threads(before)
+
+
+def test_an_interrupt_shows_what_had_begun(capsys: pytest.CaptureFixture[str]) -> None:
+    printer = Printer(0, 4, several=True)
+    printer(Piece(0, (1,), "one", "stop"))
+    printer(Piece(2, (3,), "thr", None))
+    printer.close()
+    assert capsys.readouterr().out == "[0] one\n[1] \n[2] thr\n"
