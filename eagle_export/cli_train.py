@@ -48,7 +48,7 @@ _SETTINGS = [
     _setting("save_every", click.IntRange(min=0), "Updates between checkpoints; 0 keeps none."),
     _setting("keep", _COUNT, "Checkpoints to keep."),
     _setting("precision", click.Choice(PRECISIONS), "Of products. auto: the faster."),
-    _setting("seed", click.IntRange(min=0), "Of everything random."),
+    _setting("seed", click.IntRange(0, 2**32), "Of everything random."),
 ]
 
 
@@ -73,7 +73,13 @@ def _settings(function: Any) -> Any:
 @click.option("--features-cache", type=click.Path(path_type=Path), help="Where features go. Default: --out.")
 @click.option("--on-the-fly", is_flag=True, help="Compute features again each time: slower, and no disk.")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in --out.")
-@click.option("--device", type=click.Choice(("cpu", "cuda")), help="Default: a GPU where there is one.")
+@click.option(
+    "--device",
+    type=click.Choice(("auto", "cpu", "cuda")),
+    default="auto",
+    show_default=True,
+    help="auto takes a GPU if there is one.",
+)
 @_settings
 @threads_option
 @json_option
@@ -100,7 +106,11 @@ def train(threads: int, as_json: bool, layers: str | None, **options: Any) -> No
     data = tuple(options.pop("data"))
     target = options.pop("target")
     settings = TrainSettings(layers=_layers(layers), **options)
-    done = run_train(TrainRequest(target, data, settings=settings, **taken), Report())
+    try:
+        done = run_train(TrainRequest(target, data, settings=settings, **taken), Report())
+    except KeyboardInterrupt:
+        click.echo("interrupted; finished features and checkpoints are kept", err=True)
+        raise click.exceptions.Exit(130) from None
     if not done.first:
         return
     result = done.as_dict()

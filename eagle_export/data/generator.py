@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from eagle_export import recipe as recipes
+from eagle_export.device import device_named, multiplies_bf16
 from eagle_export.weights import read_config
 from eagle_run.engine import one_torch_thread
 from eagle_run.errors import EagleError, UsageError
@@ -152,16 +151,18 @@ def _of_source(target: str, place: Place, max_seq_len: int) -> Generator:
     from eagle_export.reference import DTYPES, eager_graphs, load_config, load_modules
     from eagle_run.stream import on_stream
 
-    device = _device(place.device)
+    device = device_named(place.device)
     found = recipes.resolve_target(target)
     config = load_config(found, max_seq_len)
-    precision = place.precision or best_precision(device)
+    precision = place.precision or ("bf16" if multiplies_bf16(device) else "fp32")
     modules = load_modules(found, None, DTYPES[precision])
     modules.target.to(device)
     chunk = min(_CHUNK, max_seq_len)
     rows = -(-(max_seq_len + chunk) // _ROW_STEP) * _ROW_STEP
-    with on_stream(torch.device(device)):
-        session = Session(eager_graphs(modules, rows), batch=place.batch, device=device, precision=precision)
+    with on_stream(device):
+        session = Session(
+            eager_graphs(modules, rows), batch=place.batch, device=str(device), precision=precision
+        )
     text = load_text(found.folder)
     return Generator(
         decoder=Decoder(session, max_seq_len=max_seq_len, chunk=chunk),
@@ -176,22 +177,6 @@ def _of_source(target: str, place: Place, max_seq_len: int) -> Generator:
         tokenizer=identity(text),
         backend=f"torch {precision} on {device}",
     )
-
-
-def _device(name: str) -> str:
-    """The device in full; "auto" is the GPU where there is one. Raises EagleError where "cuda" is none."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return "cpu"
-    if not torch.cuda.is_available():
-        raise EagleError("--device cuda, but torch sees no CUDA GPU", hint="leave out --device")
-    return f"cuda:{torch.cuda.current_device()}"
-
-
-def best_precision(device: str) -> str:
-    """bf16 where matrix units multiply it, float32 where it would be slower (2 to 4 times without AMX)."""
-    if device != "cpu":
-        return "bf16"
-    return "bf16" if torch.cpu._is_amx_tile_supported() else "fp32"
 
 
 def load_text(folder: Path) -> Text:

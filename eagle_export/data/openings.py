@@ -112,7 +112,10 @@ def read_openings(path: Path | None) -> Openings:
                 raise EagleError(f"{where}, line {number}: a list should look like `@fruit: apple | pear`")
             lists[name.strip()] = tuple(word.strip() for word in words.split(" | "))
         elif header := re.fullmatch(r"\[([^\]]+)\]\s*([\d.]+)?", text):
-            sections.append(Section(header[1], float(header[2] or 1)))
+            weight = header[2] or "1"
+            if not re.fullmatch(r"\d+(\.\d+)?", weight):
+                raise EagleError(f"{where}, line {number}: a section's weight is {weight!r}, not a number")
+            sections.append(Section(header[1], float(weight)))
         else:
             if not sections:
                 sections.append(Section("", 1.0))

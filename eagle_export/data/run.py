@@ -25,6 +25,7 @@ from eagle_export.data.shards import (
     write_shard,
 )
 from eagle_export.data.variety import Excluded, Seen
+from eagle_export.files import alone_in
 from eagle_export.progress import Report
 from eagle_run.errors import EagleError
 
@@ -61,6 +62,13 @@ def make_data(target: str, settings: DataSettings, place: Place, out: Path, repo
     before anything is written. Ctrl-C leaves the finished shards.
     """
     settings.check()
+    with alone_in(out):
+        return _make_data(target, settings, place, out, report)
+
+
+def _make_data(
+    target: str, settings: DataSettings, place: Place, out: Path, report: Report
+) -> dict[str, Any]:
     record = settings.record()
     openings = read_openings(settings.openings)
     excluded = Excluded(
@@ -71,7 +79,13 @@ def make_data(target: str, settings: DataSettings, place: Place, out: Path, repo
     prompts, dropped = _gather(settings, seen, excluded)
     before = read_data(out)
     if before is not None:
-        _check_same(before, "settings", {**record, _MAY_GROW: before["settings"].get(_MAY_GROW)}, out)
+        had = before.get("settings", {}).get(_MAY_GROW, 0)
+        _check_same(before, "settings", {**record, _MAY_GROW: had}, out)
+        if settings.self_play < had:
+            raise EagleError(
+                f"{out} was made with --self-play {had}; fewer would leave shards of the longer run behind",
+                hint=f"give --self-play {had} or more, or choose another place with --out",
+            )
     with report.step("load the target"):
         generator = open_generator(target, place, settings.max_seq_len, report.note)
     if generator.text.chat_template is None:

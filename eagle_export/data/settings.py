@@ -53,6 +53,10 @@ class DataSettings:
             )
         if not self.self_play and (self.openings is not None or self.turns != 1):
             raise UsageError("--openings and --turns are for --self-play", hint="add --self-play N")
+        if 0 < self.prompt_temperature < 1e-6:
+            raise UsageError(
+                f"--prompt-temperature {self.prompt_temperature} is neither 0 nor 1e-6 or more", hint="give 0"
+            )
         if self.max_prompt_tokens >= self.max_seq_len:
             raise UsageError(
                 f"--max-prompt-tokens {self.max_prompt_tokens} leaves no room for an answer in "

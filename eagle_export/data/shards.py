@@ -15,7 +15,6 @@ wrote for it (`prompts`), and how many conversations were dropped, and why (`dro
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 
 from eagle_export.data.converse import Harvest
+from eagle_export.files import whole_file
 from eagle_run.errors import EagleError
 
 DATA_FILE, VERSION = "data.json", 1
@@ -85,13 +85,8 @@ def write_shard(path: Path, part: Part, harvest: Harvest) -> ShardInfo:
     }
     # One entry: several would come in another order every time, and a shard should have the same bytes.
     metadata = {"shard": json.dumps(facts, ensure_ascii=False, sort_keys=True)}
-    temporary = path.with_name(f"{path.name}.partial")
-    try:
+    with whole_file(path) as temporary:
         save_file(tensors, temporary, metadata=metadata)
-        temporary.chmod(0o644)  # safetensors writes for the owner alone
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
     found = read_shard(path)
     assert found is not None
     return found
@@ -137,10 +132,5 @@ def read_data(folder: Path) -> dict[str, Any] | None:
 
 def write_data(folder: Path, data: Mapping[str, Any]) -> None:
     """Writes data.json under another name and renames it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f"{DATA_FILE}.partial-{os.getpid()}"
-    try:
+    with whole_file(folder / DATA_FILE) as temporary:
         temporary.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        temporary.replace(folder / DATA_FILE)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -15,6 +15,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+# Chinese, Japanese and Thai do not part their words: there each character is one.
+_UNPARTED = r"\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff"
+_WORD = rf"[{_UNPARTED}]|[^\W{_UNPARTED}]+"
 _HASHES, _ROWS, _SHINGLE = 64, 4, 3
 _RNG = np.random.default_rng(20250807)  # any constant: signatures must agree from one run to the next
 _FACTOR = _RNG.integers(1, 2**63, _HASHES, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
@@ -28,7 +31,7 @@ def normalised(text: str) -> str:
 
 
 def _words(text: str, *, punctuation: bool) -> list[str]:
-    return re.findall(r"\w+|[^\w\s]" if punctuation else r"\w+", normalised(text))
+    return re.findall(rf"{_WORD}|[^\w\s]" if punctuation else _WORD, normalised(text))
 
 
 def _hash(parts: Sequence[str]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle_export.files import whole_file
 from eagle_export.heads.spec import HeadSpec, default_feature_layers, expected_shapes
 from eagle_export.heads.specforge import IDS
 from eagle_run.errors import EagleError
@@ -56,21 +56,9 @@ def write_head(
         stored["d2t"] = ids - torch.arange(len(ids))
         stored["t2d"] = torch.zeros(spec.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
     config = head_config(spec, target_layers=target_layers, dtype=dtype, special=special)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        weights = folder / f"model.safetensors.partial-{os.getpid()}"
-        text = folder / f"config.json.partial-{os.getpid()}"
-        try:
-            save_file(stored, weights, metadata={"format": "pt"})
-            weights.chmod(0o644)  # safetensors writes for the owner alone
-            text.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            weights.replace(folder / "model.safetensors")
-            text.replace(folder / "config.json")
-        finally:
-            weights.unlink(missing_ok=True)
-            text.unlink(missing_ok=True)
-    except OSError as error:
-        raise EagleError(f"{folder}: the head cannot be written: {error}") from error
+    with whole_file(folder / "config.json") as text, whole_file(folder / "model.safetensors") as weights:
+        save_file(stored, weights, metadata={"format": "pt"})
+        text.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def head_config(

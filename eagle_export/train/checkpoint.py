@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
+from eagle_export.files import whole_file
 from eagle_run.errors import EagleError, first_line
 
 _VERSION = 1
@@ -16,21 +16,10 @@ def save(folder: Path, update: int, state: dict[str, Any], keep: int) -> Path:
     import torch
 
     path = folder / f"update-{update:07}.pt"
-    temporary = folder / f"{path.name}.partial-{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            torch.save({"version": _VERSION, **state}, temporary)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        for old in found(folder)[:-keep]:
-            old.unlink(missing_ok=True)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        raise EagleError(
-            f"{path}: the checkpoint cannot be written: {first_line(error)}",
-            hint="free some disk space and run again with --resume",
-        ) from error
+    with whole_file(path) as temporary:
+        torch.save({"version": _VERSION, **state}, temporary)
+    for old in found(folder)[:-keep]:
+        old.unlink(missing_ok=True)
     return path
 
 

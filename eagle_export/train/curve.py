@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle_export.files import whole_file
+
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Writes `data` under another name and renames it."""
-    temporary = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    try:
+    with whole_file(path) as temporary:
         temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def draw(path: Path, history: Sequence[Mapping[str, Any]]) -> bool:
@@ -46,10 +43,6 @@ def draw(path: Path, history: Sequence[Mapping[str, Any]]) -> bool:
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[1]:
             axes.legend(fontsize="x-small")
-    temporary = path.with_name(f"{path.stem}.partial-{os.getpid()}.png")
-    try:
-        figure.savefig(temporary, dpi=110)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")
     return True

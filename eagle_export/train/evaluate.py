@@ -7,7 +7,7 @@ tokens_per_round   what decoding with a chain of K drafts gives on these very te
                    exact, whatever the temperature of the text: a draft is accepted when it is what the
                    target draws.
 tokens_per_round_top  the same, where every level has the `TOP` best of the draft below the accepted path:
-                   what a wide tree could reach at most.
+                   what a tree of such levels could reach at most.
 """
 
 from __future__ import annotations

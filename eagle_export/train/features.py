@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from eagle_export.files import whole_file
 from eagle_export.place import free_space
 from eagle_export.train.batches import pack
 from eagle_export.train.samples import Samples, Shard
@@ -112,11 +113,15 @@ class Cached:
         return self._files[shard].get_slice(name)[first : min(last, first + self.max_length)]
 
 
-def cache_file(folder: Path, shard: Shard, target_sha256: str, target: TargetFeatures) -> Path:
-    """Where the features of a shard are kept."""
+def cache_file(
+    folder: Path, shard: Shard, target_sha256: str, target: TargetFeatures, *, max_length: int
+) -> Path:
+    """Where the features of a shard are kept, which are those of the first `max_length` tokens of each."""
     computed = str(getattr(target.model, "dtype", ""))
     said = f"{_VERSION} {target_sha256} {target.layers} {target.dtype} {computed} {shard.sha256}"
     said += hashlib.sha256(shard.answers.numpy().tobytes()).hexdigest()
+    if int(shard.offsets.diff().max()) > max_length:  # what is cut off is not there for a longer run
+        said += f" {max_length}"
     return folder / f"{hashlib.sha256(said.encode()).hexdigest()[:24]}.safetensors"
 
 
@@ -182,14 +187,8 @@ def _shard_rows(
 def _write(path: Path, rows: Rows) -> None:
     from safetensors.torch import save_file
 
-    temporary = path.with_name(f"{path.name}.partial")
-    try:
+    with whole_file(path) as temporary:
         save_file({"features": rows.features, "last": rows.last, "best": rows.best}, temporary)
-        temporary.replace(path)
-    except OSError as error:
-        raise EagleError(f"{path}: cannot be written: {error}", hint="free some disk space") from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _side_by_side(samples: Samples, numbers: Sequence[int], max_length: int) -> tuple[Tensor, Tensor]:

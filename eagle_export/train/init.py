@@ -22,6 +22,8 @@ def feature_layers(settings: TrainSettings, layers: int) -> tuple[int, ...]:
     """
     if settings.layers is not None:
         chosen = settings.layers
+        if settings.algorithm == "eagle1":
+            raise UsageError("an EAGLE-1 head reads the last hidden state alone", hint="leave out --layers")
         if list(chosen) != sorted(set(chosen)) or not all(0 <= layer < layers for layer in chosen):
             raise UsageError(
                 f"layers {list(chosen)} do not fit a target of {layers} layers: ascending numbers from 0 to "

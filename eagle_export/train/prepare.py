@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ class TrainRequest:
     features_cache: Path | None = None
     on_the_fly: bool = False
     resume: bool = False
-    device: str | None = None
+    device: str = "auto"
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +57,11 @@ class Prepared:
     target: recipes.ResolvedTarget
     config: Any
 
+    @property
+    def head_sha256(self) -> str:
+        """Of what weights mean: the head's form and its vocabulary."""
+        return hashlib.sha256(f"{self.spec} {self.vocabulary.ids.tolist()}".encode()).hexdigest()
+
 
 def prepare(request: TrainRequest, workers: Workers, report: Report) -> Prepared:
     """Loads and checks everything. Features that the cache lacks are computed here."""
@@ -64,6 +70,11 @@ def prepare(request: TrainRequest, workers: Workers, report: Report) -> Prepared
     config = load_config(found, 64)  # the length is the training data's, see below
     samples = load_samples(request.data, vocab_size=config.vocab_size, target_sha256=found.sha256)
     settings = replace(settings, max_length=min(settings.max_length, config.max_position_embeddings))
+    if not samples.answered(settings.max_length):
+        raise UsageError(
+            f"no answers to learn from in the first {settings.max_length} tokens of the conversations",
+            hint="give a larger --max-length, or other --data",
+        )
     start = None
     if request.init not in ("target", "random"):
         start = load_fitting_head(recipes.resolve_head(request.init, found), config)
@@ -79,7 +90,10 @@ def prepare(request: TrainRequest, workers: Workers, report: Report) -> Prepared
         source: Source = OnTheFly(samples, target, settings.max_length)
     else:
         folder = request.features_cache or request.out / "features"
-        files = [cache_file(folder, shard, found.sha256, target) for shard in samples.shards]
+        files = [
+            cache_file(folder, shard, found.sha256, target, max_length=settings.max_length)
+            for shard in samples.shards
+        ]
         if workers.first:
             with report.bar("target features") as show:
                 fill(folder, samples, files, target, show, max_length=settings.max_length)
@@ -94,6 +108,8 @@ def prepare(request: TrainRequest, workers: Workers, report: Report) -> Prepared
 def _continued(settings: TrainSettings, start: LoadedHead) -> TrainSettings:
     """A head that is trained further decides what kind it is."""
     spec = start.spec
+    if settings.layers is not None or settings.kv_heads is not None:
+        raise UsageError(f"{start.folder} has its layers and heads", hint="leave out --layers and --kv-heads")
     if spec.layers != 1 or spec.target_hidden_size != spec.hidden_size or spec.own_embedding:
         raise UsageError(
             f"{start.folder}: only heads of one layer, with the target's width and embedding, are trained",

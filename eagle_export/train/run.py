@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from eagle_export.files import alone_in
 from eagle_export.heads.write import write_head
 from eagle_export.train import checkpoint, curve, record
 from eagle_export.train.batches import pack, split
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from eagle_export.progress import Report
 
 _HISTORY_EVERY = 10  # updates per point of the loss curve
+_KEPT = ("training.json", "config.json", "model.safetensors")  # that are not written over
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -41,7 +45,7 @@ def train(request: TrainRequest, report: Report) -> Result:
     training.json, curve.png, and checkpoints/.
 
     Ctrl-C saves a checkpoint, and ends in EagleError that says so. Raises UsageError where `out` holds
-    another run, or `resume` finds none.
+    another run or another model, or `resume` finds none; EagleError where another run is writing there.
     """
     _check_place(request)
     workers = Workers(request.device)
@@ -50,21 +54,27 @@ def train(request: TrainRequest, report: Report) -> Result:
 
         report = Quiet(quiet=True)
     try:
-        prepared = prepare(request, workers, report)
-        return _Run(request, prepared, workers, report).go()
+        with alone_in(request.out) if workers.first else nullcontext():
+            prepared = prepare(request, workers, report)
+            return _Run(request, prepared, workers, report).go()
     finally:
         workers.close()
 
 
 def _check_place(request: TrainRequest) -> None:
     checkpoints = checkpoint.found(request.out / "checkpoints")
+    other = [name for name in _KEPT if (request.out / name).exists()]
     if request.resume and not checkpoints:
-        raise UsageError(f"{request.out}: no checkpoint to resume", hint="start without --resume")
-    started = checkpoints or (request.out / "training.json").exists()
-    if started and not request.resume:
+        again = "start anew with another --out" if other else "start without --resume"
+        raise UsageError(f"{request.out}: no checkpoint to resume", hint=again)
+    if checkpoints and not request.resume:
         raise UsageError(
             f"{request.out} already holds a training run; it is kept",
             hint="go on with --resume, or choose another --out",
+        )
+    if other and not request.resume:
+        raise UsageError(
+            f"{request.out} already holds {', '.join(other)}; it is left alone", hint="choose another --out"
         )
 
 
@@ -102,13 +112,13 @@ class _Run:
             f"vocabulary {len(kept.ids):,} ({kept.coverage:.1%} of the answers); {parameters / 1e6:.1f} M "
             f"parameters to train; {trainer.total:,} updates on {self.workers.count} x {self.workers.device}"
         )
-        if not trainer.progress.history:
-            self._evaluate()
         with self.report.bar("training") as show, deferred() as asked_to_stop:
-            while not trainer.done:
+            if not trainer.progress.history:
+                self._evaluate()
+            while not trainer.done and not asked_to_stop():
                 self._one(show)
-                if asked_to_stop() and not trainer.done:
-                    self._interrupted()
+            if not trainer.done:
+                self._interrupted()
         if self.settings.save_every:
             self._save()
         return self._finish()
@@ -118,10 +128,10 @@ class _Run:
         done = trainer.update()
         self._seconds += done.seconds
         self._recent.append(done)
-        if done.loss != done.loss:
+        if not math.isfinite(done.loss):
             raise EagleError(
-                f"the loss of update {done.update} is not a number",
-                hint="use a lower --lr, or --precision fp32",
+                f"the loss of update {done.update} is {done.loss}",
+                hint="start anew with a lower --lr or --precision fp32; the best head so far is kept",
             )
         show(done.update / trainer.total, record.progress_text(self._recent[-50:], trainer.total))
         if done.update % _HISTORY_EVERY == 0 or trainer.done:
@@ -157,7 +167,7 @@ class _Run:
         trainer = self.trainer
         trainer.objective.eval()
         try:
-            return evaluate(
+            found = evaluate(
                 trainer.objective,
                 trainer.source,
                 self.checks,
@@ -167,6 +177,7 @@ class _Run:
             )
         finally:
             trainer.objective.train()
+        return found if found.rows else None  # none of an answer within max_length
 
     def _write_head(self) -> None:
         config = self.prepared.config
@@ -198,6 +209,7 @@ class _Run:
             "settings": self.settings.as_dict(),
             "data_sha256": self.prepared.samples.sha256,
             "target_sha256": self.prepared.target.sha256,
+            "head_sha256": self.prepared.head_sha256,
             "workers": self.workers.count,
             "rng": torch.get_rng_state(),
         }
@@ -210,9 +222,11 @@ class _Run:
         for name, ours in (
             ("data", self.prepared.samples.sha256),
             ("target", self.prepared.target.sha256),
+            ("head", self.prepared.head_sha256),
         ):
-            if state[f"{name}_sha256"] != ours:
-                wrong.append(f"{name}: was {state[f'{name}_sha256'][:12]}…, is {ours[:12]}…")
+            theirs = state.get(f"{name}_sha256", ours)
+            if theirs != ours:
+                wrong.append(f"{name}: was {theirs[:12]}…, is {ours[:12]}…")
         if state["workers"] != self.workers.count:
             wrong.append(f"workers: was {state['workers']}, is {self.workers.count}")
         if wrong:

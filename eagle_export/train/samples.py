@@ -1,7 +1,7 @@
 """Training conversations as token ids: shards of safetensors that `eagle-export data` writes, or one .npz.
 
-A shard holds whole conversations: tokens int32 [sum], offsets int64 [n+1], prompt_lengths int32 [n],
-temperature float32 [n], and optionally loss_mask uint8 [sum] where a conversation has several answers.
+A shard holds whole conversations: tokens int32 [sum], offsets int64 [n+1], prompt_lengths int32 [n], and
+optionally loss_mask uint8 [sum] where a conversation has several answers. What else is in it does not matter.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagle_run.errors import EagleError, UsageError
+from eagle_run.errors import EagleError, UsageError, first_line
 
 _PART = 256  # conversations of an .npz that make one shard
+_ARRAYS = ("tokens", "offsets", "prompt_lengths", "loss_mask")
 _HINT = "make the data again with `eagle-export data`"
 
 
@@ -31,7 +32,6 @@ class Shard:
     tokens: Tensor
     offsets: Tensor
     answers: Tensor
-    temperature: Tensor
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -73,6 +73,14 @@ class Samples:
         """int64 [n]: tokens of each conversation."""
         return torch.cat([shard.offsets.diff() for shard in self.shards])
 
+    def answered(self, length: int) -> int:
+        """Tokens of answers that a draft learns to predict: from a conversation's third to its `length`th."""
+        found = 0
+        for shard in self.shards:
+            place = _places(shard.offsets)
+            found += int((shard.answers & (place >= 2) & (place < length)).sum())
+        return found
+
     @property
     def token_count(self) -> int:
         return sum(len(shard.tokens) for shard in self.shards)
@@ -100,7 +108,10 @@ def load_samples(sources: Sequence[Path], *, vocab_size: int, target_sha256: str
             shards += list(_parts(source, vocab_size))
         else:
             raise UsageError(f"{source}: neither a data folder nor an .npz file", hint=_HINT)
-    return Samples(tuple(shards))
+    kept = tuple(shard for shard in shards if len(shard))  # of some all conversations were dropped
+    if not kept:
+        raise UsageError(f"{', '.join(map(str, sources))}: no conversations", hint=_HINT)
+    return Samples(kept)
 
 
 def _check_target(folder: Path, expected: str | None) -> None:
@@ -111,7 +122,7 @@ def _check_target(folder: Path, expected: str | None) -> None:
         raise EagleError(f"{folder}: no data.json", hint=_HINT) from None
     except (OSError, ValueError) as error:
         raise EagleError(f"{where}: not readable as JSON: {error}", hint=_HINT) from None
-    target = facts.get("target")
+    target = facts.get("target") if isinstance(facts, dict) else None
     found = target.get("sha256") if isinstance(target, dict) else None
     if expected is not None and found is not None and found != expected:
         raise EagleError(
@@ -132,9 +143,9 @@ def _read(path: Path) -> dict[str, Tensor]:
 def _parts(path: Path, vocab_size: int) -> Iterator[Shard]:
     try:
         with np.load(path) as file:
-            arrays = {name: torch.from_numpy(_widen(file[name])) for name in file.files}
-    except (OSError, ValueError) as error:
-        raise EagleError(f"{path}: not readable: {error}", hint=_HINT) from None
+            arrays = {name: torch.from_numpy(_widen(file[name])) for name in _ARRAYS if name in file}
+    except Exception as error:  # whatever NumPy and zipfile run into
+        raise EagleError(f"{path}: not readable: {first_line(error)}", hint=_HINT) from None
     whole = _shard(path.name, arrays, vocab_size, path)
     for first in range(0, len(whole), _PART):
         last = min(first + _PART, len(whole))
@@ -144,7 +155,6 @@ def _parts(path: Path, vocab_size: int) -> Iterator[Shard]:
             whole.tokens[low:high],
             whole.offsets[first : last + 1] - low,
             whole.answers[low:high],
-            whole.temperature[first:last],
         )
 
 
@@ -157,16 +167,19 @@ def _shard(name: str, arrays: dict[str, Tensor], vocab_size: int, path: Path) ->
     missing = {"tokens", "offsets", "prompt_lengths"} - set(arrays)
     if missing:
         raise EagleError(f"{path}: no {', '.join(sorted(missing))}", hint=_HINT)
+    for key in ("tokens", "offsets", "prompt_lengths"):
+        if arrays[key].dim() != 1 or arrays[key].is_floating_point():
+            raise EagleError(f"{path}: {key} should be a row of whole numbers", hint=_HINT)
     tokens, offsets = arrays["tokens"].int(), arrays["offsets"].long()
     prompts = arrays["prompt_lengths"].long()
     count = len(offsets) - 1
     lengths = offsets.diff()
     whole = (
-        count > 0 and int(offsets[0]) == 0 and int(offsets[-1]) == len(tokens) and bool((lengths > 0).all())
+        count >= 0 and int(offsets[0]) == 0 and int(offsets[-1]) == len(tokens) and bool((lengths > 0).all())
     )
     if not whole or len(prompts) != count or bool((prompts > lengths).any() | (prompts < 0).any()):
         raise EagleError(f"{path}: offsets or prompt_lengths do not fit its {len(tokens)} tokens", hint=_HINT)
-    if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+    if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
         raise EagleError(
             f"{path}: token ids from {int(tokens.min())} to {int(tokens.max())}, but this target has "
             f"{vocab_size} tokens",
@@ -179,7 +192,10 @@ def _shard(name: str, arrays: dict[str, Tensor], vocab_size: int, path: Path) ->
                 f"{path}: loss_mask has {len(answers)} entries for {len(tokens)} tokens", hint=_HINT
             )
     else:
-        place = torch.arange(len(tokens)) - offsets[:-1].repeat_interleave(lengths)
-        answers = place >= prompts.repeat_interleave(lengths)
-    temperature = arrays.get("temperature", torch.zeros(count)).float()
-    return Shard(name, tokens, offsets, answers, temperature)
+        answers = _places(offsets) >= prompts.repeat_interleave(lengths)
+    return Shard(name, tokens, offsets, answers)
+
+
+def _places(offsets: Tensor) -> Tensor:
+    """int64 [sum]: each token's place in its conversation."""
+    return torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(offsets.diff())

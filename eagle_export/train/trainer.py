@@ -17,6 +17,7 @@ from eagle_export.train.features import Source
 from eagle_export.train.objective import Objective
 from eagle_export.train.settings import TrainSettings
 from eagle_export.train.workers import Workers, autocast_type
+from eagle_run.errors import UsageError
 
 
 @dataclass
@@ -87,6 +88,10 @@ class Trainer:
         )
         self._average = [p.detach().clone() for p in self._weights] if settings.average else None
         self._batches: tuple[int, list[list[int]]] | None = None
+        if not self._epoch(0):
+            raise UsageError(
+                f"fewer batches than the {workers.count} workers", hint="give a smaller --batch-tokens"
+            )
         self.total = settings.max_updates or max(
             1, settings.epochs * len(self._epoch(0)) // settings.accumulate
         )

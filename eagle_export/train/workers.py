@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from eagle_export.device import device_named, multiplies_bf16
+
 
 class Workers:
     """This process among those that train. `first` alone writes files and talks to the user."""
 
-    def __init__(self, device: str | None = None) -> None:
+    def __init__(self, device: str = "auto") -> None:
         from accelerate import Accelerator
 
-        chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self._accelerator: Any = Accelerator(cpu=chosen == "cpu")
+        self._accelerator: Any = Accelerator(cpu=device_named(device).type == "cpu")
         self.device: torch.device = self._accelerator.device
         self.count: int = self._accelerator.num_processes
         self.rank: int = self._accelerator.process_index
@@ -48,14 +49,7 @@ class Workers:
 
 
 def autocast_type(precision: str, device: torch.device) -> torch.dtype | None:
-    """bfloat16 where `precision` says so, or "auto" and the hardware multiplies it faster; else None.
-
-    On a processor without matrix units for it bfloat16 is half as fast as float32.
-    """
+    """bfloat16 where `precision` says so, or "auto" and the hardware multiplies it faster; else None."""
     if precision == "auto":
-        if device.type == "cuda":
-            fast = torch.cuda.is_bf16_supported()
-        else:
-            fast = bool(torch.cpu._is_amx_tile_supported())
-        return torch.bfloat16 if fast else None
+        return torch.bfloat16 if multiplies_bf16(device) else None
     return torch.bfloat16 if precision == "bf16" else None

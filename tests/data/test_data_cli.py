@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 import eagle_export.data.run as data_run
 from eagle_export import weights
+from eagle_export.files import alone_in
 from eagle_run.bundle import load_bundle
 
 SMALL = ("--max-seq-len", 96, "--max-prompt-tokens", 64, "--max-new-tokens", 12, "--batch", 4, "--top-k", 0)
@@ -203,6 +204,7 @@ def fails(outcome: Any, code: int, *words: str) -> None:
         (("--self-play", 4, "--max-prompt-tokens", 96), 2, ["--max-prompt-tokens", "no room"]),
         (("--self-play", 4, "--temperature", "hot"), 2, ["--temperature", "'hot'"]),
         (("--self-play", 4, "--near", 0), 2, ["--near"]),
+        (("--self-play", 4, "--prompt-temperature", 1e-9), 2, ["--prompt-temperature 1e-09"]),
         (("--self-play", 0), 2, ["--self-play"]),
         (("--prompts", "no-such.jsonl"), 1, ["no-such.jsonl", "cannot be read"]),
         (("--self-play", 4, "--exclude", "no-such.jsonl"), 1, ["no-such.jsonl"]),
@@ -236,6 +238,24 @@ def test_a_folder_of_something_else_is_left_alone(
     other = command(talking_target, prompts, whole_run)
     fails(cli(*other, "--seed", 1), 1, "another settings: seed was 0, now it is 1")
     assert shard_bytes(whole_run) == before
+
+
+def test_a_shorter_run_would_leave_shards_behind(
+    cli: Cli, whole_run: Path, talking_target: Path, prompts: Path
+) -> None:
+    before = shard_bytes(whole_run)
+    shorter = command(talking_target, prompts, whole_run)
+    fails(cli(*shorter, "--self-play", 9), 1, "made with --self-play 14", "or more")
+    assert shard_bytes(whole_run) == before
+
+
+def test_two_runs_do_not_share_a_folder(
+    cli: Cli, talking_target: Path, prompts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "data"
+    with alone_in(out):
+        fails(cli(*command(talking_target, prompts, out)), 1, "another run is writing")
+    assert not out.exists()
 
 
 def test_another_target_does_not_go_on(

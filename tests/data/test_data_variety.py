@@ -167,3 +167,14 @@ def test_lists_that_name_each_other_end_in_an_error(tmp_path: Path) -> None:
 
 def test_normalised_text() -> None:
     assert normalised(" Ｗhat  is\tIT?! ") == "what is it"
+
+
+def test_a_benchmark_in_a_script_without_blanks_is_found() -> None:
+    asked = "请把下面的句子翻译成英语并解释其含义"
+    excluded = Excluded([asked], 8)
+    assert excluded.hits(f"你好，{asked}，谢谢")
+    assert not excluded.hits("请给我写一首关于秋天的诗")
+    seen = Seen(0.7)
+    assert seen.add(asked) is None
+    assert seen.add(f"{asked}吧") == "near-duplicate"
+    assert seen.add("请给我写一首关于秋天的诗") is None

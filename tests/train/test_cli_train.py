@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from trainset import write_npz
 
 from eagle_export.cli import run
@@ -56,15 +57,42 @@ def test_train_prints_its_result_as_json(
         (["--data", "nowhere"], "neither a data folder"),
         (["--init", "nothing"], "unknown head"),
         (["--average", "1"], "--average"),
+        (["--algorithm", "eagle1", "--layers", "0,1"], "reads the last hidden state alone"),
+        (["--max-length", "8"], "no answers to learn from in the first 8 tokens"),
     ],
 )
 def test_what_cannot_be_done_is_said(
     tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str], word: str
 ) -> None:
-    data = write_npz(tmp_path / "data.npz", TALKS, [4] * 40)
+    data = write_npz(tmp_path / "data.npz", TALKS, [9] * 40)
     arguments = ["train", str(tiny_target), "--data", str(data), "--out", str(tmp_path / "head"), *extra]
     assert run(arguments) == 2
     printed = capsys.readouterr()
     assert word in printed.err
     assert "Traceback" not in printed.err
     assert not (tmp_path / "head").exists()
+
+
+def test_no_model_is_written_over(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Somebody's head, or the target itself, as --out."""
+    data = write_npz(tmp_path / "data.npz", TALKS, [4] * 40)
+    before = (tiny_target / "model.safetensors").read_bytes()
+    arguments = ["train", str(tiny_target), "--data", str(data), "--out", str(tiny_target)]
+    assert run(arguments) == 2
+    assert "config.json, model.safetensors; it is left alone" in capsys.readouterr().err
+    assert run([*arguments, "--resume"]) == 2
+    assert "another --out" in capsys.readouterr().err
+    assert (tiny_target / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_not_replaced(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_npz(tmp_path / "data.npz", TALKS, [4] * 40)
+    out = tmp_path / "head"
+    assert run(["train", str(tiny_target), "--data", str(data), "--out", str(out), "--device", "cuda"]) == 1
+    assert "torch sees no CUDA GPU" in capsys.readouterr().err
+    assert not out.exists()

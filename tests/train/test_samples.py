@@ -63,11 +63,41 @@ def test_a_mask_of_several_turns_is_taken(tmp_path: Path) -> None:
         ({"prompt_lengths": torch.tensor([2, 8, 1])}, "do not fit"),
         ({"tokens": torch.full((15,), 20)}, "this target has 20 tokens"),
         ({"loss_mask": torch.zeros(3, dtype=torch.uint8)}, "loss_mask has 3 entries"),
+        ({"tokens": torch.zeros(15, 2, dtype=torch.int32)}, "tokens should be a row"),
+        ({"tokens": torch.full((15,), 1.5)}, "tokens should be a row of whole numbers"),
+        ({"offsets": torch.tensor(15)}, "offsets should be a row"),
     ],
 )
 def test_damaged_data_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(EagleError, match=message):
         load_samples([write_folder(tmp_path / "data", **changes)], vocab_size=20)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "text"])
+def test_a_damaged_npz_is_refused(tmp_path: Path, damage: str) -> None:
+    path = write_npz(tmp_path / "d.npz", TALKS, PROMPTS)
+    content = path.read_bytes()
+    flipped = bytes([*content[:150], content[150] ^ 255, *content[151:]])
+    path.write_bytes({"cut": content[:200], "flipped": flipped, "empty": b"", "text": b"hello"}[damage])
+    with pytest.raises(EagleError, match=r"d\.npz: not readable"):
+        load_samples([path], vocab_size=20)
+
+
+def test_a_shard_whose_conversations_were_all_dropped_is_no_damage(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "data")
+    empty = torch.zeros(0, dtype=torch.int32)
+    nothing = {"tokens": empty, "offsets": torch.tensor([0]), "prompt_lengths": empty, "loss_mask": empty}
+    save_file(nothing, folder / "00001.safetensors")
+    assert len(load_samples([folder], vocab_size=20)) == 3
+    (folder / "00000.safetensors").unlink()
+    with pytest.raises(UsageError, match="no conversations"):
+        load_samples([folder], vocab_size=20)
+
+
+def test_answers_to_learn_from_are_counted_up_to_the_length(tmp_path: Path) -> None:
+    samples = load_samples([write_npz(tmp_path / "d.npz", TALKS, PROMPTS)], vocab_size=20)
+    # Answers are 7 8 9 | 7 7 7 3 | 2 8; the second token of a conversation is nobody's draft.
+    assert [samples.answered(length) for length in (2, 3, 4, 99)] == [0, 2, 4, 8]
 
 
 def test_data_of_another_target_is_refused(tmp_path: Path) -> None:
@@ -128,11 +158,11 @@ class Letters:
         return lambda rows: torch.nn.functional.one_hot(rows[:, 0].long() % 20, 20).float()
 
 
-def cached(samples: Samples, folder: Path) -> tuple[Cached, list[Path]]:
+def cached(samples: Samples, folder: Path, length: int = 6) -> tuple[Cached, list[Path]]:
     target = TargetFeatures(Letters(), (0, 2), torch.float32)
-    files = [cache_file(folder, shard, "abc", target) for shard in samples.shards]
-    fill(folder, samples, files, target, lambda *_: None, max_length=6)
-    return Cached(samples, files, 6), files
+    files = [cache_file(folder, shard, "abc", target, max_length=length) for shard in samples.shards]
+    fill(folder, samples, files, target, lambda *_: None, max_length=length)
+    return Cached(samples, files, length), files
 
 
 def test_cached_features_are_those_of_the_target(tmp_path: Path) -> None:
@@ -162,8 +192,19 @@ def test_the_cache_is_reused_and_grows_with_the_data(tmp_path: Path, monkeypatch
     assert len(list((tmp_path / "cache").iterdir())) == 2
     assert load_file(grown[1])["best"].dtype == torch.int32
     other = TargetFeatures(Letters(), (1, 2), torch.float32)
-    assert cache_file(tmp_path, first.shards[0], "abc", other) != files[0]
-    assert cache_file(tmp_path, replace(first.shards[0]), "abd", other) != files[0]
+    assert cache_file(tmp_path, first.shards[0], "abc", other, max_length=6) != files[0]
+    assert cache_file(tmp_path, replace(first.shards[0]), "abd", other, max_length=6) != files[0]
     monkeypatch.setattr(features, "free_space", lambda _: 10)
     with pytest.raises(EagleError, match="are free"):
         cached(first, tmp_path / "elsewhere")
+
+
+def test_a_cache_of_shorter_conversations_is_not_taken_for_longer_ones(tmp_path: Path) -> None:
+    samples = load_samples([write_npz(tmp_path / "d.npz", TALKS, PROMPTS)], vocab_size=20)
+    cached(samples, tmp_path / "cache", 3)
+    source, files = cached(samples, tmp_path / "cache", 6)
+    direct = OnTheFly(samples, TargetFeatures(Letters(), (0, 2), torch.float32), 6)
+    batches = [s.batch([2, 1], torch.device("cpu")) for s in (source, direct)]
+    assert torch.equal(batches[0].features[1], batches[1].features[1])
+    whole, longer = (cached(samples, tmp_path / "cache", length)[1] for length in (7, 99))
+    assert whole == longer != files  # nothing is cut off, so one file serves both

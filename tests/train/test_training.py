@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import answers_of, eager_decoder, modules_of
 from trainset import VOCAB, WIDTH, answers_by, batch_of, head_of, spec_of, write_learned_target, write_npz
 
 from eagle_export.progress import Report
+from eagle_export.train import curve
 from eagle_export.train.batches import split
 from eagle_export.train.checkpoint import found
 from eagle_export.train.objective import Objective
@@ -181,6 +185,27 @@ def test_a_resumed_run_is_the_same_to_the_bit(
     assert checks[0] == checks[1]
 
 
+def test_an_interruption_before_the_first_update_is_not_lost(
+    learned: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some libraries swallow KeyboardInterrupt while they are imported, as drawing the curve does."""
+    original = curve.draw
+
+    def draw(*arguments: Any) -> bool:
+        os.kill(os.getpid(), signal.SIGINT)
+        with contextlib.suppress(KeyboardInterrupt):
+            time.sleep(0.01)
+        return original(*arguments)
+
+    request = request_of(learned, data, tmp_path / "run", replace(SETTINGS, max_updates=2))
+    with monkeypatch.context() as patch:
+        patch.setattr(curve, "draw", draw)
+        with pytest.raises(EagleError, match="interrupted after update 0"):
+            train(request, Report(quiet=True))
+    facts = train(replace(request, resume=True), Report(quiet=True)).as_dict()
+    assert facts["updates"] == 2
+
+
 def test_features_on_the_fly_are_those_of_the_cache(learned: Path, data: Path, tmp_path: Path) -> None:
     settings = replace(SETTINGS, max_updates=3)
     cached = request_of(learned, data, tmp_path / "cached", settings)
@@ -203,6 +228,41 @@ def test_resuming_with_other_settings_is_refused(learned: Path, data: Path, tmp_
         train(replace(request, resume=True, settings=replace(settings, lr=0.1)), Report(quiet=True))
     with pytest.raises(UsageError, match="no checkpoint"):
         train(replace(request, resume=True, out=tmp_path / "none"), Report(quiet=True))
+
+
+def test_resuming_with_another_first_head_is_refused(
+    learned: Path, data: Path, trained: Path, tmp_path: Path
+) -> None:
+    """Its vocabulary may have another order, so the weights would mean other tokens."""
+    settings = replace(SETTINGS, max_updates=2, save_every=1, draft_vocab=60)
+    request = replace(request_of(learned, data, tmp_path / "run", settings), init=str(trained))
+    train(request, Report(quiet=True))
+    train(replace(request, resume=True), Report(quiet=True))
+    head = tmp_path / "other"
+    tensors = load_file(trained / "model.safetensors")
+    tensors["d2t"] = (tensors["d2t"] + torch.arange(60)).flip(0) - torch.arange(60)
+    head.mkdir()
+    (head / "config.json").write_bytes((trained / "config.json").read_bytes())
+    save_file(tensors, head / "model.safetensors")
+    with pytest.raises(UsageError, match="head: was"):
+        train(replace(request, resume=True, init=str(head)), Report(quiet=True))
+
+
+def test_a_loss_that_is_no_number_ends_the_run(
+    learned: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Trainer) -> object:
+        return replace(original(self), loss=float("nan"))
+
+    original = Trainer.update
+    monkeypatch.setattr(Trainer, "update", broken)
+    request = request_of(learned, data, tmp_path / "run", replace(SETTINGS, max_updates=2, save_every=1))
+    with pytest.raises(EagleError, match="loss of update 1 is nan"):
+        train(request, Report(quiet=True))
+    for resume in (False, True):  # there is no checkpoint, and no advice that sends one round in circles
+        with pytest.raises(UsageError) as refused:
+            train(replace(request, resume=resume), Report(quiet=True))
+        assert "another --out" in refused.value.hint
 
 
 @pytest.mark.parametrize(
