@@ -181,5 +181,5 @@ def data(target: str, out: Path, as_json: bool, threads: int, **options: Any) ->
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(counts["dropped"].items()))
     click.echo(
         f"{out}: {counts['conversations']} conversations, {counts['answer_tokens']:,} tokens of answers in "
-        f"{counts['shards']} shards; dropped: {reasons or 'nothing'}"
+        f"{counts['shards']} shard{'s' if counts['shards'] != 1 else ''}; dropped: {reasons or 'nothing'}"
     )

@@ -61,8 +61,8 @@ class Report:
         self.console.print(f"  {name:<44}{self.seconds[name]:>7.1f} s", markup=False)
 
     def note(self, text: str) -> None:
-        """A line for the user that is neither result nor error."""
-        self.console.print(f"  {text}", markup=False)
+        """A line for the user that is neither result nor error; one line, since logs are read by lines."""
+        self.console.print(f"  {text}", markup=False, soft_wrap=True)
 
     def total_seconds(self) -> float:
         """Wall time since this report was made."""

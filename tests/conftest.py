@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from trtdouble import World
 
 ROOT = Path(__file__).parent.parent
+
+# Tests send SIGINT, to themselves and to children. Started in a script's background, Python would ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

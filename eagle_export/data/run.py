@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,11 @@ class Pace:
         return self.tokens / max(time.monotonic() - self.started, 1e-9)
 
     def rest(self) -> str:
-        """h:mm:ss that are left, as far as finished parts tell."""
+        """ ", h:mm:ss left", as far as finished parts tell; nothing before the first and after the last."""
         if not self.done:
-            return "?"
+            return ""
         seconds = (time.monotonic() - self.started) * (self.parts - self.done) / self.done
-        return str(timedelta(seconds=round(seconds)))
+        return f", {timedelta(seconds=round(seconds))} left" if self.done < self.parts else ""
 
 
 def make_data(target: str, settings: DataSettings, place: Place, out: Path, report: Report) -> dict[str, Any]:
@@ -86,6 +86,10 @@ def _make_data(
                 f"{out} was made with --self-play {had}; fewer would leave shards of the longer run behind",
                 hint=f"give --self-play {had} or more, or choose another place with --out",
             )
+    asked = len(prompts) + settings.self_play
+    place = replace(
+        place, batch=min(place.batch, max(asked, 1))
+    )  # caches for idle slots would be for nothing
     with report.step("load the target"):
         generator = open_generator(target, place, settings.max_seq_len, report.note)
     if generator.text.chat_template is None:
@@ -134,9 +138,9 @@ def _gather(
 def _check_same(before: dict[str, Any], part: str, now: dict[str, Any], out: Path) -> None:
     was = before.get(part, {})
     if odd := sorted(key for key in {*was, *now} if was.get(key) != now.get(key)):
-        key = odd[0]
+        key, another = odd[0], f"another {part.removesuffix('s')}"
         raise EagleError(
-            f"{out} was made with another {part}: {key} was {was.get(key)!r}, now it is {now.get(key)!r}",
+            f"{out} was made with {another}: {key} was {was.get(key)!r}, now it is {now.get(key)!r}",
             hint="repeat the options of the first run to go on with it, or choose another place with --out",
         )
 
@@ -179,8 +183,8 @@ class _Work:
     def _make(self, host: Host, number: int, part: Part, parts: int) -> ShardInfo:
         with self.report.console.status("") as status:
             self._show = lambda: status.update(
-                f"shard {number + 1} of {parts}: {self.pace.tokens:,} tokens, {self.pace.rate:.0f} tokens/s, "
-                f"{self.pace.rest()} left"
+                f"shard {number + 1} of {parts}: {self.pace.tokens:,} tokens, {self.pace.rate:.0f} tokens/s"
+                f"{self.pace.rest()}"
             )
             if part.kind == "prompts":
                 harvest = host.answer_prompts(self.prompts[part.first : part.last])
@@ -191,7 +195,7 @@ class _Work:
         self.report.note(
             f"shard {number + 1} of {parts}: {info.conversations} conversations, "
             f"{info.dropped.total()} dropped; {info.answer_tokens:,} tokens of answers; "
-            f"{self.pace.rate:.0f} tokens/s, {self.pace.rest()} left"
+            f"{self.pace.rate:.0f} tokens/s{self.pace.rest()}"
         )
         return info
 

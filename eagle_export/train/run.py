@@ -88,6 +88,8 @@ class _Run:
         numbers, held = split(len(lengths), self.settings.validation, self.settings.seed)
         if not len(numbers):
             raise UsageError("there are no conversations to train on")
+        if not len(held):
+            report.note("nothing is held out (that takes 10 conversations): the last head counts as the best")
         self.checks = pack(lengths, held[lengths[held].argsort(stable=True)], self.settings.batch_tokens)
         self.trainer = Trainer(
             prepared.objective,
@@ -107,7 +109,7 @@ class _Run:
             self._restore()
         kept = self.prepared.vocabulary
         parameters = sum(p.numel() for p in trainer.objective.parameters() if p.requires_grad)
-        self._say(
+        self.report.note(
             f"{len(trainer.numbers):,} conversations, {self.prepared.samples.token_count:,} tokens; draft "
             f"vocabulary {len(kept.ids):,} ({kept.coverage:.1%} of the answers); {parameters / 1e6:.1f} M "
             f"parameters to train; {trainer.total:,} updates on {self.workers.count} x {self.workers.device}"
@@ -141,10 +143,6 @@ class _Run:
         if settings.save_every and done.update % settings.save_every == 0:
             self._save()
 
-    def _say(self, text: str) -> None:
-        """One line, however long: a log is read by its lines."""
-        self.report.console.print(f"  {text}", markup=False, soft_wrap=True)
-
     def _evaluate(self) -> None:
         """Looks at the held-out conversations, keeps the head if it is the best so far, draws the curve."""
         at = self.trainer.progress
@@ -154,7 +152,7 @@ class _Run:
             found = self._validation()
             if found is not None:
                 at.history.append({"update": at.update, "validation": found.as_dict()})
-                self._say(record.validation_text(at.update, found, self._recent[-50:]))
+                self.report.note(record.validation_text(at.update, found, self._recent[-50:]))
             reached = 1.0 if found is None else found.tokens_per_round
             if found is None or reached > at.best:
                 at.best = reached
@@ -236,7 +234,7 @@ class _Run:
             )
         self.trainer.restore(state)
         torch.set_rng_state(state["rng"])
-        self._say(f"goes on after update {self.trainer.progress.update}")
+        self.report.note(f"goes on after update {self.trainer.progress.update}")
 
     def _interrupted(self) -> None:
         self._save()

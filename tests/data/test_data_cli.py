@@ -236,7 +236,7 @@ def test_a_folder_of_something_else_is_left_alone(
 
     before = shard_bytes(whole_run)
     other = command(talking_target, prompts, whole_run)
-    fails(cli(*other, "--seed", 1), 1, "another settings: seed was 0, now it is 1")
+    fails(cli(*other, "--seed", 1), 1, "another setting: seed was 0, now it is 1")
     assert shard_bytes(whole_run) == before
 
 
