@@ -13,6 +13,15 @@ from typing import Any
 _REMEMBERED = 512  # hashes kept in the cache file
 
 
+def write_cache(where: Path, content: bytes) -> None:
+    """Writes a file of a cache, whole or not at all. One that cannot be written only costs time."""
+    temporary = where.with_name(f"{where.name}.{os.getpid()}.tmp")
+    with contextlib.suppress(OSError):
+        where.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(content)
+        temporary.replace(where)
+
+
 def cache_dir(tool: str) -> Path:
     """Where this platform keeps a user's caches, for `tool`."""
     if sys.platform == "win32":
@@ -50,12 +59,7 @@ def _remember(entries: dict[str, list[Any]]) -> None:
         known.pop(key, None)  # a renewed entry moves to the young end
         known[key] = entry
     kept = dict(list(known.items())[-_REMEMBERED:])
-    where = cache_dir("eagle-run") / "hashes.json"
-    temporary = where.with_name(f"hashes.{os.getpid()}.tmp")
-    with contextlib.suppress(OSError):
-        where.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(kept), encoding="utf-8")
-        temporary.replace(where)
+    write_cache(cache_dir("eagle-run") / "hashes.json", json.dumps(kept).encode())
 
 
 def _stamp(path: Path) -> list[int]:

@@ -41,12 +41,6 @@ def prefill(session: Session, state: State, slot: int, prompt: Sequence[int], *,
     state.active[slot] = True
 
 
-def prefill_all(session: Session, state: State, prompts: Sequence[Sequence[int]], *, chunk: int) -> None:
-    """`prefill` of one prompt a slot."""
-    for slot, prompt in enumerate(prompts):
-        prefill(session, state, slot, prompt, chunk=chunk)
-
-
 def _prefill_chunk(session: Session, tokens: Tensor, start: int, *, last: int) -> Tensor | None:
     """tokens [1, rows + 1]: the chunk's tokens, and the one after them for the last pair of the draft.
 

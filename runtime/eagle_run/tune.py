@@ -8,11 +8,9 @@ bundle's own, against plain decoding in turns on the same prompts; take the winn
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -23,8 +21,8 @@ from eagle_run.engine import Decoded, Engine, one_torch_thread
 from eagle_run.environment import environment
 from eagle_run.errors import EagleError
 from eagle_run.forward_time import forward_seconds, fuse_seconds
-from eagle_run.hashing import cache_dir
-from eagle_run.prefill import kv_bucket, prefill_all
+from eagle_run.hashing import cache_dir, write_cache
+from eagle_run.prefill import kv_bucket, prefill
 from eagle_run.request import Request
 from eagle_run.sampling import SamplingSettings, stack
 from eagle_run.step import observed_step
@@ -178,7 +176,8 @@ def _survey_group(
     """A few rounds of one request a slot; adds to `paths` and `glue`."""
     session = engine.decoder.session
     state = session.new_state(shape.depth + 1, stack([r.sampling for r in group], session.device))
-    prefill_all(session, state, [request.prompt for request in group], chunk=engine.decoder.chunk)
+    for slot, request in enumerate(group):
+        prefill(session, state, slot, request.prompt, chunk=engine.decoder.chunk)
     for _ in range(12):
         longest = int(state.length.max())
         rows = longest + shape.cache_rows
@@ -251,15 +250,9 @@ def _recall(key: str) -> Choice | None:
 
 
 def _remember(key: str, choice: Choice) -> None:
-    """A cache that cannot be written only costs time."""
     entry = {"tree": spec_of(choice.tree), "speedup": choice.speedup, "reason": choice.reason}
     known = {**_remembered(), key: entry}
-    where = cache_dir("eagle-run") / "trees.json"
-    temporary = where.with_name(f"trees.{os.getpid()}.tmp")
-    with contextlib.suppress(OSError):
-        where.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(known, indent=1), encoding="utf-8")
-        temporary.replace(where)
+    write_cache(cache_dir("eagle-run") / "trees.json", json.dumps(known, indent=1).encode())
 
 
 def _remembered() -> dict[str, Any]:

@@ -6,8 +6,6 @@ kernels, which takes seconds the first time. They are kept in the user's cache f
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import weakref
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 
 from eagle_run.backends.library import Library
 from eagle_run.gpu import Gpu
-from eagle_run.hashing import cache_dir
+from eagle_run.hashing import cache_dir, write_cache
 from eagle_run.manifest import Artifact
 
 
@@ -60,12 +58,6 @@ def _read(file: Path) -> bytes:
 
 
 def _write(cache: Any, known: bytes, file: Path, _engine: Any) -> None:
-    """A cache that cannot be written only costs time."""
     made = bytes(cache.serialize())
-    if not made or made == known:
-        return
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(made)
-        temporary.replace(file)
+    if made and made != known:
+        write_cache(file, made)
