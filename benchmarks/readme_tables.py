@@ -1,21 +1,25 @@
-"""Writes the tables of README.md from benchmarks/results: no figure there is typed by hand.
+"""Writes the tables of README.md and other pages from benchmarks/results: no figure there is typed by hand.
 
 python -m benchmarks.readme_tables          # rewrites what stands between the markers
-python -m benchmarks.readme_tables --check  # exits 1 if README.md is not what the results say
+python -m benchmarks.readme_tables --check  # exits 1 if a page is not what the results say
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
+from benchmarks.head_tables import ablation_table, head_table
+from benchmarks.markdown import SETS, markdown
+from benchmarks.scale_tables import scale_table
+
 ROOT = Path(__file__).parent.parent
-SETS = {"mt_bench": "MT-bench", "humaneval": "HumanEval", "gsm8k": "GSM8K", "alpaca": "Alpaca"}
+Tables = dict[str, Callable[[dict[str, Any]], str]]
 MODELS = {
     "smollm2": "SmolLM2-135M",
     "0.3b": "random Llama of 0.3B",
@@ -27,35 +31,32 @@ MODELS = {
 @click.command(help=__doc__)
 @click.option("--check", is_flag=True)
 def main(check: bool) -> None:
-    readme = ROOT / "README.md"
-    before = readme.read_text()
-    after = before
-    for file, tables in {
-        "cpu_smollm2": CPU,
-        "compile": {"compile": compilation},
-        "precision_smollm2": {"precision": precisions},
-    }.items():
-        where = ROOT / f"benchmarks/results/{file}.json"
-        if where.is_file():
-            results = json.loads(where.read_text())
-            for name, table in tables.items():
-                after = replace(after, name, table(results))
-    if check and after != before:
-        raise click.ClickException("README.md is not what benchmarks/results says: run this without --check")
-    readme.write_text(after)
+    stale = []
+    for page, files in PAGES.items():
+        where = ROOT / page
+        before = after = where.read_text()
+        for file, tables in files.items():
+            measured = ROOT / f"benchmarks/results/{file}.json"
+            if measured.is_file():
+                results = json.loads(measured.read_text())
+                for name, table in tables.items():
+                    after = replace(after, name, table(results))
+        if after != before:
+            stale.append(page)
+            if not check:
+                where.write_text(after)
+    if check and stale:
+        raise click.ClickException(
+            f"{', '.join(stale)}: not what benchmarks/results says; run this without --check"
+        )
 
 
 def replace(text: str, name: str, table: str) -> str:
     """Puts `table` between `<!-- name -->` and `<!-- /name -->`."""
     pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     if not pattern.search(text):
-        raise click.ClickException(f"README.md has no place marked {name}")
+        raise click.ClickException(f"there is no place marked {name}")
     return pattern.sub(lambda found: found[1] + table + found[2], text)
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def sets(results: dict[str, Any]) -> str:
@@ -205,12 +206,24 @@ def _machine(results: dict[str, Any]) -> str:
     return f"{env['cores']} cores of {env['cpu']}, float32, ONNX Runtime {env['onnxruntime']}."
 
 
-CPU = {
+CPU: Tables = {
     "sets": sets,
     "baselines": baselines,
     "trees": trees,
     "export": export,
     "transcript": transcript,
+}
+# page -> results file -> mark on the page -> its table
+PAGES: dict[str, dict[str, Tables]] = {
+    "README.md": {
+        "cpu_smollm2": CPU,
+        "compile": {"compile": compilation},
+        "precision_smollm2": {"precision": precisions},
+        "export_scale": {"export_scale": scale_table},
+        "head_smollm2": {"head": head_table},
+    },
+    "recipes/smollm2-135m/eagle3/README.md": {"head_smollm2": {"head": head_table}},
+    "docs/training.md": {"ablation_smollm2": {"ablation": ablation_table}},
 }
 
 
