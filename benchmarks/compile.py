@@ -12,10 +12,7 @@ are not measured again unless --force is given, and only while the code stays th
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +20,7 @@ from typing import Any
 
 import click
 
+from benchmarks import child
 from benchmarks.cpu import code
 
 MODELS = ("smollm2", "0.3b", "1b")
@@ -129,25 +127,15 @@ def _step(command: str, *arguments: str | Path) -> dict[str, Any]:
 
 
 def _run(module: str, *arguments: str | Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    start = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-        with subprocess.Popen(command, stdout=out, stderr=errors) as process:
-            try:
-                _, status, usage = os.wait4(process.pid, 0)
-            except BaseException:
-                process.kill()
-                raise
-            process.returncode = os.waitstatus_to_exitcode(status)  # else Popen would wait for it again
-        seconds = time.perf_counter() - start
-        out.seek(0)
-        errors.seek(0)
-        if process.returncode:
-            said = errors.read().strip()[-2000:]
-            raise click.ClickException(f"{' '.join(command[1:])} ended with {process.returncode}:\n{said}")
-        text = out.read()
-    # Linux counts in KiB and takes the largest of the process and those it waited for
-    return {"result": json.loads(text), "seconds": seconds, "peak_memory_bytes": usage.ru_maxrss * 1024}
+    ended = child.run(module, *arguments)
+    if ended.code:
+        command = " ".join(map(str, ("-m", module, *arguments)))
+        raise click.ClickException(f"{command} ended with {ended.code}:\n{ended.errors.strip()[-2000:]}")
+    return {
+        "result": json.loads(ended.out),
+        "seconds": ended.seconds,
+        "peak_memory_bytes": ended.peak_memory_bytes,
+    }
 
 
 def _export(step: dict[str, Any]) -> dict[str, Any]:

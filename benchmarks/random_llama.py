@@ -70,17 +70,17 @@ def write(folder: Path, size: str, *, precision: str = "fp16", seed: int = 0) ->
     target, head = folder / "target", folder / "head"
     for place in (target, head):
         place.mkdir(parents=True, exist_ok=True)
-    config = _config(sizes)
+    config = config_of(sizes)
     (target / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     generation = {"eos_token_id": config["eos_token_id"], "do_sample": False}
     (target / "generation_config.json").write_text(json.dumps(generation) + "\n")
-    _write_tokenizer(target)
+    write_tokenizer(target)
     _write_weights(target / "model.safetensors", target_weights(sizes), {}, precision, seed)
     draft = {**config, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
     draft["draft_vocab_size"] = sizes.draft_vocab
     (head / "config.json").write_text(json.dumps(draft, indent=1) + "\n")
     _write_weights(
-        head / "model.safetensors", head_weights(sizes), _vocabulary(sizes, seed), precision, seed + 1
+        head / "model.safetensors", head_weights(sizes), vocabulary(sizes, seed), precision, seed + 1
     )
     return target, head
 
@@ -126,7 +126,7 @@ def _layer(prefix: str, size: Size, into: int, *, branches: int) -> dict[str, We
     }
 
 
-def _config(size: Size) -> dict[str, object]:
+def config_of(size: Size) -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -147,7 +147,7 @@ def _config(size: Size) -> dict[str, object]:
     }
 
 
-def _vocabulary(size: Size, seed: int) -> dict[str, Tensor]:
+def vocabulary(size: Size, seed: int) -> dict[str, Tensor]:
     """d2t int64 [Vd] (target id minus draft id) and t2d bool [V] of a random ascending draft vocabulary."""
     order = torch.randperm(size.vocab, generator=torch.Generator().manual_seed(seed))
     ids = order[: size.draft_vocab].sort().values
@@ -155,7 +155,7 @@ def _vocabulary(size: Size, seed: int) -> dict[str, Tensor]:
     return {"d2t": ids - torch.arange(len(ids)), "t2d": mask}
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     """One token a byte, so that every text has ids in every vocabulary; with a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

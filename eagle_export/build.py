@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,16 +18,19 @@ from eagle_export.facts import (
     target_info,
 )
 from eagle_export.options import BuildOptions
-from eagle_export.plan import Plan, check_room, estimate_plan, make_plan
+from eagle_export.plan import Plan, estimate_plan, fit, make_plan
 from eagle_export.progress import Report, peak_memory_bytes
-from eagle_export.quantization import Quantization, find_quantization
+from eagle_export.quantization import Quantization, check_fp8, find_quantization
+from eagle_export.resume import build_identity, recall_graph, record_graph
 from eagle_export.writer import BundleWriter
 from eagle_run.backends.library import find_library
 from eagle_run.bundle import TOKENIZER, AccuracyInfo, Bundle, Limits
 
 if TYPE_CHECKING:
     from eagle_export.estimate import Estimate
-    from eagle_export.graphs.export import Rewrite
+    from eagle_export.graphs.export import Options
+    from eagle_export.graphs.links import Links
+    from eagle_export.partial import Partial
     from eagle_export.reference import Modules
     from eagle_run.backends.base import GraphSpec
 
@@ -47,21 +50,27 @@ class Built:
 def build(options: BuildOptions, report: Report) -> Built:
     """Builds a bundle at `options.out` (default bundles/<recipe>-<head>).
 
-    Raises UsageError for options that make no sense and EagleError for everything else that can be wrong; an
-    error or Ctrl-C leaves nothing behind, and an existing bundle stays as it was.
+    Raises UsageError for options that make no sense and EagleError for everything else that can be wrong,
+    which leaves nothing behind. After Ctrl-C, a crash, a full disk or an error of the compiler the next run
+    goes on with what was finished. An existing bundle stays as it was.
     """
     options.check()
     plan = _plan(options, report)
-    with BundleWriter(plan.out, force=options.force) as writer:
+    with report.step("identify the weights"):
+        identity = build_identity(plan, "build")
+    with BundleWriter(
+        plan.out, force=options.force, identity=identity, fresh=options.fresh, note=report.note
+    ) as writer:
         with report.step("write vocabulary map and tokenizer"):  # first: a tokenizer may be no good
             writer.copy_tokenizer(plan.target.folder)
             head = head_info(plan, writer)
         quantization = None
         if plan.precision == "fp8":
-            quantization = find_quantization(plan, writer.folder / TOKENIZER, report)
-        specs = _export(plan, quantization, writer.file("onnx/target.onnx").parent, report)
-        _add_graphs(writer, specs, plan.precision)
-        accuracy = measure_accuracy(plan, writer.folder, report) if plan.measure else None
+            quantization = find_quantization(plan, writer.folder / TOKENIZER, report, writer.journal)
+        specs = _export(plan, quantization, writer.file("onnx/target.onnx").parent, report, writer.journal)
+        _add_graphs(writer, specs, plan.precision, _links(plan))
+        writer.keep()  # whatever fails now, the input was good
+        accuracy = _find_accuracy(plan, writer, report) if plan.measure else None
         if plan.engine.compiles:
             compile_graphs(writer, plan.limits, plan.tree, plan.engine, report)
         with report.step("write the manifest"):
@@ -83,75 +92,94 @@ def build(options: BuildOptions, report: Report) -> Built:
 
 
 def plan_only(options: BuildOptions) -> Estimate:
-    """What `build` would take, without building anything. Raises as `build` does for what cannot be."""
+    """What `build` would take, without building anything. Raises as `build` does for what cannot be.
+
+    A bundle that is there already is no hindrance, nor is a machine that is too small for it.
+    """
     options.check()
-    return estimate_plan(make_plan(options))
+    plan = make_plan(replace(options, force=True))
+    check_fp8(plan)
+    return estimate_plan(plan)
 
 
 def export_only(options: BuildOptions, report: Report) -> Path:
     """Writes the graphs alone (and the head's vocabulary map) into the new or empty folder `options.out`."""
     options.check()
     plan = _plan(options, report)
-    with BundleWriter(plan.out, force=False) as writer:
+    with report.step("identify the weights"):
+        identity = build_identity(plan, "export")
+    with BundleWriter(plan.out, identity=identity, fresh=options.fresh, note=report.note) as writer:
         quantization = None
         if plan.precision == "fp8":
             writer.copy_tokenizer(plan.target.folder)
-            quantization = find_quantization(plan, writer.folder / TOKENIZER, report)
+            quantization = find_quantization(plan, writer.folder / TOKENIZER, report, writer.journal)
             shutil.rmtree(writer.folder / TOKENIZER)
-        _export(plan, quantization, writer.folder, report)
+        _export(plan, quantization, writer.folder, report, writer.journal)
         if plan.loaded is not None and not same_vocabulary(plan.loaded):
             writer.write_vocab_map(plan.loaded.draft_to_target)
-        if plan.out.exists():
-            plan.out.rmdir()
-        writer.folder.rename(plan.out)
+        writer.journal.publish(plan.out, ())
     return plan.out
 
 
 def _export(
-    plan: Plan, quantization: Quantization | None, folder: Path, report: Report
+    plan: Plan, quantization: Quantization | None, folder: Path, report: Report, journal: Partial
 ) -> dict[str, GraphSpec]:
-    """Loads the weights and writes and checks the graphs. The weights are gone again when it returns."""
-    with report.step("load the weights"):
-        modules = _load(plan)
-    specs = export_graphs(modules, plan.limits, folder, report, quantization)
+    """Writes the graphs that are not there yet and checks them all. Weights are read as they are written."""
+    names = ["target"]
+    if plan.loaded is not None:
+        names += ["fuse", "draft"] if plan.loaded.spec.has_fuse else ["draft"]
+    known = {name: recall_graph(journal, name, quantization) for name in names}
+    specs = {name: spec for name, spec in known.items() if spec is not None}
+    if len(specs) < len(names):
+        from eagle_export.graphs.files import data_files
+        from eagle_export.reference import DTYPES, load_hollow
+
+        with report.step("read the headers of the weights"):
+            modules = load_hollow(plan.target, plan.loaded, DTYPES[plan.dtype])
+        for name in names:
+            if name not in specs:
+                specs[name] = export_graph(
+                    name, modules, plan.limits, folder, report, quantization=quantization, links=_links(plan)
+                )
+                file = folder / f"{name}.onnx"
+                record_graph(journal, specs[name], [file, *data_files(file)], quantization)
     with report.step("check the graphs"):
         check_graphs(folder, specs)
     if quantization is not None and (along := quantization.kept_along):
         report.note(f"note: {len(along)} layers share a product with one kept in 16 bit: {along[0]}, …")
-    return specs
+    return {name: specs[name] for name in names}
 
 
-def export_graphs(
-    modules: Modules, limits: Limits, folder: Path, report: Report, quantization: Quantization | None = None
-) -> dict[str, GraphSpec]:
-    """Traces each module into `folder`/<graph>.onnx; the signatures by graph name."""
+def export_graph(
+    name: str,
+    modules: Modules,
+    limits: Limits,
+    folder: Path,
+    report: Report,
+    *,
+    quantization: Quantization | None = None,
+    links: Links | None = None,
+) -> GraphSpec:
+    """Traces the module of a graph into `folder`/<name>.onnx and returns the graph's signature."""
     from eagle_export.graphs.draft import export_draft
     from eagle_export.graphs.fuse import export_fuse
     from eagle_export.graphs.target import export_target
 
-    def rewrite(graph: str) -> Rewrite | None:
-        return None if quantization is None else quantization.rewrite(graph)
-
-    specs: dict[str, GraphSpec] = {}
-    with report.step("export target"):
-        specs["target"] = export_target(
-            modules.target,
-            folder / "target.onnx",
-            cache_rows=limits.cache_rows,
-            rewrite=rewrite("target"),
-        )
-    if modules.fuse is not None:
-        with report.step("export fuse"):
-            specs["fuse"] = export_fuse(modules.fuse, folder / "fuse.onnx", rewrite=rewrite("fuse"))
-    if modules.draft is not None:
-        with report.step("export draft"):
-            specs["draft"] = export_draft(
-                modules.draft,
-                folder / "draft.onnx",
-                cache_rows=limits.draft_cache_rows,
-                rewrite=rewrite("draft"),
-            )
-    return specs
+    path = folder / f"{name}.onnx"
+    options: Options = {"weights": modules.weights.get(name)}
+    if quantization is not None:
+        options["rewrite"] = quantization.rewrite(name)
+    if links is not None:
+        quantized = {} if quantization is None else quantization.chosen.inputs.get(name, {})
+        options["links"] = links.writing(quantized)
+    with report.step(f"export {name}"):
+        if name == "target":
+            return export_target(modules.target, path, cache_rows=limits.cache_rows, **options)
+        if name == "fuse":
+            assert modules.fuse is not None
+            return export_fuse(modules.fuse, path, **options)
+        assert modules.draft is not None
+        return export_draft(modules.draft, path, cache_rows=limits.draft_cache_rows, **options)
 
 
 def check_graphs(folder: Path, specs: dict[str, GraphSpec]) -> None:
@@ -193,17 +221,40 @@ def measure_accuracy(plan: Plan, folder: Path, report: Report) -> AccuracyInfo |
     return measure(graphs, reference, requests, report, limits=plan.limits, tree=shape, backend=backend)
 
 
+def _find_accuracy(plan: Plan, writer: BundleWriter, report: Report) -> AccuracyInfo | None:
+    """What was measured now, or in a run that was interrupted later."""
+    step, key = "measure the accuracy", None if plan.tree is None else plan.tree.model_dump()
+    if (found := writer.journal.recall(step, key)) is not None:
+        return AccuracyInfo.model_validate(found.facts)
+    accuracy = measure_accuracy(plan, writer.folder, report)
+    if accuracy is not None:
+        writer.journal.record(step, facts=accuracy.model_dump(mode="json"), key=key)
+    return accuracy
+
+
 def _plan(options: BuildOptions, report: Report) -> Plan:
     """The checked plan; says what a user should know before it costs time."""
     if options.engine.compiles:
         find_library(options.engine.backend)
     with report.step("find the weights"):
         plan = make_plan(options)
-    for warning in check_room(plan):
-        report.note(f"warning: {warning}")
+        check_fp8(plan)
+    plan, needed, notes = fit(plan)
+    report.note(needed.line())
+    for note in notes:
+        report.note(note)
     if plan.dtype == "bf16":
         report.note("note: ONNX Runtime computes bf16 on GPUs only; on a CPU this bundle will not load")
     return plan
+
+
+def _links(plan: Plan) -> Links | None:
+    """The folders whose weights may stay where they are, with what the names of their links begin with."""
+    from eagle_export.graphs.links import Links
+
+    if not plan.link_weights:
+        return None
+    return Links({plan.target.folder: "target-"} | ({plan.head.folder: "head-"} if plan.head else {}))
 
 
 def _load(plan: Plan) -> Modules:
@@ -212,18 +263,22 @@ def _load(plan: Plan) -> Modules:
     return load_modules(plan.target, plan.loaded, DTYPES[plan.dtype])
 
 
-def _add_graphs(writer: BundleWriter, specs: dict[str, GraphSpec], precision: str) -> None:
+def _add_graphs(
+    writer: BundleWriter, specs: dict[str, GraphSpec], precision: str, links: Links | None
+) -> None:
+    from eagle_export.graphs.files import data_files
     from eagle_export.graphs.ops import OPSET
 
     for name, spec in specs.items():
-        data = f"onnx/{name}.onnx.data"
+        files = data_files(writer.folder / f"onnx/{name}.onnx")
+        data = {f"onnx/{file.name}": None if links is None else links.origin(file.name) for file in files}
         writer.add_artifact(
             name,  # type: ignore[arg-type]
             "onnx",
             precision,
             f"onnx/{name}.onnx",
             spec,
-            extra_files=(data,) if (writer.folder / data).exists() else (),
+            extra_files=data,
             opset=OPSET,
             library_version=f"onnx {importlib.metadata.version('onnx')}",
         )

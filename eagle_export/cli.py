@@ -16,6 +16,7 @@ from eagle_export.cli_options import (
     common,
     engine_options,
     fp8_options,
+    fresh_option,
     json_option,
     print_rich,
     source_options,
@@ -60,10 +61,12 @@ def cli() -> None:
 )
 @click.option("--plan", is_flag=True, help="Only estimate time, disk and memory.")
 @click.option("--force", is_flag=True, help="Replace a bundle that is already there.")
+@fresh_option
 def build(threads: int, as_json: bool, plan: bool, **options: Any) -> None:
     """Build a bundle that eagle-run can decode with.
 
-    Without --out it goes to bundles/TARGET-HEAD. Sizes and tree that are not given come from the recipe.
+    Without --out it goes to bundles/TARGET-HEAD. Sizes and tree that are not given come from the recipe. Run
+    the same command again to go on after an interruption.
 
     \b
     Examples:
@@ -102,9 +105,10 @@ def build(threads: int, as_json: bool, plan: bool, **options: Any) -> None:
 @click.argument("bundle", type=click.Path(path_type=Path))
 @engine_options(None)
 @click.option("--out", type=click.Path(path_type=Path), help="Write a new bundle. Default: add to BUNDLE.")
+@fresh_option
 @json_option
 @common
-def compile_(bundle: Path, out: Path | None, as_json: bool, **options: Any) -> None:
+def compile_(bundle: Path, out: Path | None, fresh: bool, as_json: bool, **options: Any) -> None:
     """Compile the ONNX graphs of a BUNDLE to engines, beside what it has.
 
     TensorRT compiles for the GPU of the machine it runs on: copy the bundle there and compile. TensorRT-RTX
@@ -119,7 +123,7 @@ def compile_(bundle: Path, out: Path | None, as_json: bool, **options: Any) -> N
     from eagle_export.describe import describe, render_engines
     from eagle_export.progress import Report
 
-    done = describe(compile_bundle(bundle, take_engine(options), Report(), out=out))
+    done = describe(compile_bundle(bundle, take_engine(options), Report(), out=out, fresh=fresh))
     if as_json:
         _print_json({"bundle": done["path"], "engines": [a for a in done["artifacts"] if a["engine"]]})
     else:
@@ -129,6 +133,7 @@ def compile_(bundle: Path, out: Path | None, as_json: bool, **options: Any) -> N
 @cli.command()
 @source_options
 @fp8_options
+@fresh_option
 def export(threads: int, as_json: bool, **options: Any) -> None:
     """Write the ONNX graphs alone into a new folder, for use outside of eagle-run.
 
@@ -274,7 +279,7 @@ def _print_json(data: Any) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Runs a command line and returns its exit code."""
-    return run_cli(cli, "eagle-export", arguments, interrupted="interrupted; nothing was kept")
+    return run_cli(cli, "eagle-export", arguments, interrupted="interrupted")
 
 
 def _terminate(*_: Any) -> None:

@@ -36,6 +36,10 @@ threads_option = click.option(
     "--threads", type=click.IntRange(min=0), default=0, help="CPU threads; 0 takes one per core."
 )
 
+fresh_option = click.option(
+    "--fresh", is_flag=True, help="Start over, also where an interrupted run left finished parts."
+)
+
 
 def engine_options(default_backend: str | None) -> Callable[[F], F]:
     """What to compile for: shared by build and compile. `take_engine` collects them."""
@@ -185,7 +189,21 @@ def source_options(function: F) -> F:
             help="Target layers that the head reads, as indices into Transformers' hidden_states. "
             "Only for heads that do not say it, or say it wrongly.",
         ),
+        click.option(
+            "--head-set",
+            "head_set",
+            multiple=True,
+            metavar="NAME=VALUE",
+            help="Read the head otherwise than its config.json says, e.g. norm_output=false; "
+            "docs/heads.md lists the names, and `verify` says which one helps. May be repeated.",
+        ),
         click.option("--out", type=click.Path(path_type=Path), help="Where to write."),
+        click.option(
+            "--link-weights",
+            is_flag=True,
+            help="Do not copy weights that the checkpoint holds in this precision: hard links to its files "
+            "take their place.",
+        ),
         click.option(
             "--precision",
             type=click.Choice(PRECISIONS),

@@ -5,8 +5,10 @@ What compiles one graph is in engines/; here it is done for each.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from eagle_export.engines.architectures import arch_name, check_architectures
 from eagle_export.engines.compile import compile_engine
@@ -14,20 +16,25 @@ from eagle_export.engines.profiles import choose_profiles
 from eagle_export.engines.request import EngineRequest, EngineSettings
 from eagle_export.estimate import estimate, memory_here, weigh_bundle
 from eagle_export.options import EngineOptions
+from eagle_export.partial import space_of
 from eagle_export.place import free_space
 from eagle_export.progress import Report
+from eagle_export.resume import tool_identity
 from eagle_export.writer import BundleWriter
-from eagle_run.backends.library import find_library
-from eagle_run.bundle import Artifact, Bundle, EngineProfile, Limits, TreeDefaults, load_bundle
+from eagle_run.backends.library import Library, find_library
+from eagle_run.bundle import Artifact, Bundle, EngineInfo, EngineProfile, Limits, TreeDefaults, load_bundle
 from eagle_run.errors import EagleError, UsageError
 
 
-def compile_bundle(path: Path, options: EngineOptions, report: Report, *, out: Path | None = None) -> Bundle:
+def compile_bundle(
+    path: Path, options: EngineOptions, report: Report, *, out: Path | None = None, fresh: bool = False
+) -> Bundle:
     """Compiles every ONNX graph of the bundle at `path` and returns the bundle with the engines.
 
     With `out` the result is a new bundle there; else it takes the place of the old one when all engines are
     done. Engines of the same backend and GPUs are replaced, other files stay. An error or Ctrl-C leaves the
-    bundle as it was. Raises EagleError for a bad bundle, and for what the library or the GPU cannot do.
+    bundle as it was; the next run takes over what was compiled, unless it is to start `fresh`. Raises
+    EagleError for a bad bundle, and for what the library or the GPU cannot do.
     """
     path = path.resolve()  # a link to a bundle stays a link
     if out is not None:
@@ -45,14 +52,18 @@ def compile_bundle(path: Path, options: EngineOptions, report: Report, *, out: P
     options.check(graphs[0].precision)
     find_library(options.backend)
     capabilities = check_architectures(options.backend, graphs[0].precision, options.target_arch)
-    for warning in _check_room(bundle, graphs, options, out):
-        report.note(f"warning: {warning}")
+    for note in _check_room(bundle, graphs, options, out):
+        report.note(note)
 
     def replaced(artifact: Artifact) -> bool:
         return artifact.backend == options.backend and artifact.compute_capabilities == capabilities
 
-    with BundleWriter(out or path, force=out is None) as writer:
+    identity = {"command": "compile", "bundle": manifest.model_dump(mode="json"), "tool": tool_identity()}
+    with BundleWriter(
+        out or path, force=out is None, identity=identity, fresh=fresh, note=report.note
+    ) as writer:
         writer.adopt(bundle, without=replaced)
+        writer.keep()
         compile_graphs(writer, manifest.limits, manifest.tree, options, report)
         with report.step("write the manifest"):
             return writer.finish_like(manifest)
@@ -84,20 +95,40 @@ def compile_graphs(
                 timing_cache=options.timing_cache,
             ),
         )
-        with report.bar(f"compile {graph.graph} for {' '.join(arches)}") as update:
-            done = compile_engine(request, update)
-        for warning in done.warnings:
-            report.note(f"note: {warning}")
+        compiled = _compile(writer, graph, request, library, report)
         writer.add_artifact(
             graph.graph,
             options.backend,  # type: ignore[arg-type]
             graph.precision,
             file,
             graph.spec(),
-            library_version=done.library_version,
-            compute_capabilities=done.capabilities,
-            engine=done.info,
+            **compiled,
         )
+
+
+def _compile(
+    writer: BundleWriter, graph: Artifact, request: EngineRequest, library: Library, report: Report
+) -> dict[str, Any]:
+    """What the manifest says of an engine: one that is compiled now, or was in a run that ended early."""
+    step = f"compile {graph.graph} for {' '.join(map(arch_name, request.settings.capabilities))}"
+    settings = replace(request.settings, timing_cache=None)  # it decides how long it takes
+    key = {
+        "library": library.label,
+        "graph": [entry.sha256 for entry in graph.files],
+        "profiles": [profile.model_dump(mode="json") for profile in request.profiles],
+        "settings": asdict(settings),
+    }
+    if (found := writer.journal.recall(step, key)) is not None:
+        engine = EngineInfo.model_validate_json(json.dumps(found.facts["engine"]))
+        return found.facts | {"engine": engine}
+    with report.bar(step) as update:
+        done = compile_engine(request, update)
+    for warning in done.warnings:
+        report.note(f"note: {warning}")
+    facts = {"library_version": done.library_version, "compute_capabilities": done.capabilities}
+    file = request.out.relative_to(writer.folder).as_posix()
+    writer.journal.record(step, [file], {**facts, "engine": done.info.model_dump(mode="json")}, key)
+    return {**facts, "engine": done.info}
 
 
 def _profiles(
@@ -123,7 +154,7 @@ def _check_out(out: Path, path: Path) -> None:
 def _check_room(
     bundle: Bundle, graphs: list[Artifact], options: EngineOptions, out: Path | None
 ) -> tuple[str, ...]:
-    """Warnings on memory. Raises EagleError when the disk is too small, also for the copies with `out`."""
+    """What it takes, and warnings. Raises EagleError for a disk too small, also for copies with `out`."""
     manifest = bundle.manifest
     profiles: dict[str, int] = {
         g.graph: len(_profiles(g, manifest.limits, manifest.tree, options)) for g in graphs
@@ -132,7 +163,7 @@ def _check_room(
     copies = 0 if out is None else sum(entry.bytes for entry in manifest.files())
     place = out or bundle.path
     needed = replace(needed, disk_bytes=needed.disk_bytes + copies)
-    return needed.check(memory_here(), free_space(place), place)
+    return (needed.line(), *needed.check(memory_here(), free_space(place) + space_of(place), place))
 
 
 def _onnx(artifacts: tuple[Artifact, ...]) -> list[Artifact]:

@@ -17,14 +17,14 @@ Description = dict[str, Any]
 
 
 def describe(bundle: Bundle) -> Description:
-    """The manifest as JSON-ready data, plus `path`, the bytes of each artifact and of the whole bundle."""
+    """The manifest as JSON-ready data, plus `path`, the bytes of each artifact, of all and of links."""
     manifest = bundle.manifest
     data: Description = {"path": str(bundle.path), **manifest.model_dump(mode="json")}
     for record, artifact in zip(data["artifacts"], manifest.artifacts, strict=True):
         record["bytes"] = sum(entry.bytes for entry in artifact.files)
-    data["total_bytes"] = sum(
-        entry.bytes for entry in {entry.path: entry for entry in manifest.files()}.values()
-    )
+    entries = {entry.path: entry for entry in manifest.files()}.values()
+    data["total_bytes"] = sum(entry.bytes for entry in entries)
+    data["linked_bytes"] = sum(entry.bytes for entry in entries if entry.origin is not None)
     return data
 
 
@@ -73,6 +73,8 @@ def _summary(data: Description) -> Table:
 def _facts(data: Description) -> Iterator[tuple[str, str]]:
     target, head, tree, limits = data["target"], data["head"], data["tree"], data["limits"]
     yield "bundle", f"{data['name']}, schema {data['schema_version']}, {size(data['total_bytes'])}"
+    if data["linked_bytes"]:
+        yield "linked", f"{size(data['linked_bytes'])} of them are links to the checkpoint's own files"
     yield "made", f"{data['created']} by eagle-export {data['tool_version']}"
     yield "target", f"{target['name']} ({target['family']}) from {target['source']}"
     yield "", f"{_dims(target)}, vocabulary {target['vocab_size']}"

@@ -33,13 +33,23 @@ _KERNELS = {"16": (3_200_000, 182_000), "fp8": (2_500_000, 735_000)}  # for each
 _FUSE_KERNELS = 20_000  # a graph without layers is one product
 _OTHER_FILES = 8_000_000  # tokenizer, manifest, vocabulary map
 # Bytes of memory.
-_LOADED = (550e6, 1.25)  # once: Python's libraries; by byte of weights: as they are read, or converted
+_STREAMED = (470e6, 5e6, 1.0)  # once: Python's libraries; by layer that is traced; by byte that is held
+_HEAD = 1.5  # by byte of a head, which is read as a whole
+_LOADED = (550e6, 1.25)  # once, by byte of weights: as they are read, or converted
 _COMPILE = (280e6, 12e6, 3.0)  # once, by layer, by byte of weights
 # Seconds.
 _EXPORT_SECONDS = (6.0, 0.2, 5.0)  # once, by layer, by GB of weights
 _CALIBRATE_SECONDS = (0.0, 50.0)  # once, by GB of weights in fp32
 _MEASURE_SECONDS = (10.0, 60.0)  # likewise
 _COMPILE_SECONDS = (2.5, 0.25, 3.0)  # by graph, by layer and profile, by GB of weights
+
+_MORE_MEMORY = {  # by the step that needs it
+    "calibrate": "calibrate on a machine with more memory, and give its fp8_scales.json with --scales here",
+    "export": "use a machine with more memory, or a checkpoint in safetensors: it is not loaded as a whole",
+    "measure": "leave that out with --no-measure",
+    "compile": "build the bundle here with --backend onnxruntime, and compile it with `eagle-export compile` "
+    "on a machine with more memory",
+}
 
 
 @dataclass(frozen=True)
@@ -60,19 +70,35 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class StepEstimate:
+    """A part of the work. Memory is the most resident at a time, of one process."""
+
+    memory_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Estimate:
-    """What it will take. Memory is the most resident at a time, of one process; 0 for what is not done."""
+    """What it will take. `steps` are those that are done, of calibrate, export, measure and compile."""
 
     graphs: tuple[GraphEstimate, ...]
     disk_bytes: int
-    export_memory_bytes: int
-    compile_memory_bytes: int
-    export_seconds: float
-    compile_seconds: float
+    steps: Mapping[str, StepEstimate]
 
     @property
     def memory_bytes(self) -> int:
-        return max(self.export_memory_bytes, self.compile_memory_bytes)
+        return max((step.memory_bytes for step in self.steps.values()), default=0)
+
+    @property
+    def seconds(self) -> float:
+        return sum(step.seconds for step in self.steps.values())
+
+    def line(self) -> str:
+        """The whole in one line."""
+        return (
+            f"about {size(self.disk_bytes)} of disk, {size(self.memory_bytes)} of memory and "
+            f"{_time(self.seconds)} on two cores"
+        )
 
     def check(self, memory: Memory, disk_free: int, place: Path) -> tuple[str, ...]:
         """Warnings, one sentence each.
@@ -90,12 +116,13 @@ class Estimate:
         if self.memory_bytes > 2 * memory.total:
             raise EagleError(
                 f"{needed}, there are {size(memory.total)} in all",
-                hint="use a machine with more memory; a bundle can be built on one, with --backend "
-                "onnxruntime, and compiled on another with `eagle-export compile`",
+                hint=_MORE_MEMORY[max(self.steps, key=lambda name: self.steps[name].memory_bytes)],
             )
         if self.memory_bytes > memory.available:
             available = size(memory.available)
-            return (f"{needed}, {available} are available: this may be slow, or the system may end it",)
+            return (
+                f"warning: {needed}, {available} are available: this may be slow, or the system may end it",
+            )
         return ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -104,11 +131,13 @@ class Estimate:
             "graphs": {
                 g.name: {"onnx_bytes": g.onnx_bytes, "engine_bytes": g.engine_bytes} for g in self.graphs
             },
+            "steps": {
+                name: {"memory_bytes": step.memory_bytes, "seconds": round(step.seconds)}
+                for name, step in self.steps.items()
+            },
             "disk_bytes": self.disk_bytes,
-            "export_memory_bytes": self.export_memory_bytes,
-            "compile_memory_bytes": self.compile_memory_bytes,
-            "export_seconds": round(self.export_seconds),
-            "compile_seconds": round(self.compile_seconds),
+            "memory_bytes": self.memory_bytes,
+            "seconds": round(self.seconds),
         }
 
     def render(self) -> Any:
@@ -123,12 +152,10 @@ class Estimate:
                 table.add_row(f"{graph.name} graph", size(graph.onnx_bytes), "", "")
             if graph.engine_bytes:
                 table.add_row(f"{graph.name} engine", size(graph.engine_bytes), "", "")
-        if self.export_memory_bytes:
-            table.add_row("export", "", size(self.export_memory_bytes), _time(self.export_seconds))
-        if self.compile_memory_bytes:
-            table.add_row("compile", "", size(self.compile_memory_bytes), _time(self.compile_seconds))
-        total = _time(self.export_seconds + self.compile_seconds)
-        table.add_row("about", size(self.disk_bytes), size(self.memory_bytes), total, style="bold")
+        for name, step in self.steps.items():
+            table.add_row(name, "", size(step.memory_bytes), _time(step.seconds))
+        whole = size(self.disk_bytes), size(self.memory_bytes), _time(self.seconds)
+        table.add_row("about", *whole, style="bold")
         return table
 
 
@@ -139,12 +166,14 @@ def estimate(
     exports: bool = True,
     calibrates: bool = False,
     measures: bool = False,
+    links: bool = False,
     profiles: Mapping[str, int] | None = None,
 ) -> Estimate:
     """What it takes to export these graphs, and to compile those in `profiles`.
 
     exports: whether the graphs are still to be made (False for `eagle-export compile`). calibrates: whether
     FP8 scales must be found first. measures: whether the graphs are compared with float32 afterwards.
+    links: whether weights stay in the checkpoint's files where they can.
     profiles: optimization profiles of each graph's engine, by graph; None for no engines. That an engine
     is for several GPUs was not seen to cost time or space.
     """
@@ -154,45 +183,56 @@ def estimate(
     rows = tuple(
         GraphEstimate(
             graph.name,
-            onnx_bytes=graph.bytes + int(_line(_GRAPH, graph.layers)) if exports else 0,
+            onnx_bytes=_graph_bytes(graph, links) if exports else 0,
             engine_bytes=graph.bytes + profiles[graph.name] * _kernels(graph, precision)
             if graph in compiled
             else 0,
         )
         for graph in graphs
     )
-    memory, seconds = _export(graphs, calibrates, measures) if exports else (0, 0.0)
+    steps = _export_steps(graphs, calibrates, measures, links) if exports else {}
+    if compiled:
+        steps["compile"] = StepEstimate(
+            max(int(_line(_COMPILE, graph.layers, graph.bytes)) for graph in compiled),
+            sum(
+                _line(_COMPILE_SECONDS, graph.layers * profiles[graph.name], graph.bytes / 1e9)
+                for graph in compiled
+            ),
+        )
     return Estimate(
         graphs=rows,
         disk_bytes=sum(row.onnx_bytes + row.engine_bytes for row in rows) + _OTHER_FILES,
-        export_memory_bytes=memory,
-        compile_memory_bytes=max(
-            (int(_line(_COMPILE, graph.layers, graph.bytes)) for graph in compiled), default=0
-        ),
-        export_seconds=seconds,
-        compile_seconds=sum(
-            _line(_COMPILE_SECONDS, graph.layers * profiles[graph.name], graph.bytes / 1e9)
-            for graph in compiled
-        ),
+        steps=steps,
     )
 
 
-def _export(graphs: Sequence[GraphWeights], calibrates: bool, measures: bool) -> tuple[int, float]:
-    """(bytes of memory, seconds) of making these graphs."""
+def _graph_bytes(graph: GraphWeights, links: bool) -> int:
+    written = graph.bytes - (graph.linked_bytes if links else 0)
+    return written + int(_line(_GRAPH, graph.layers))
+
+
+def _export_steps(
+    graphs: Sequence[GraphWeights], calibrates: bool, measures: bool, links: bool
+) -> dict[str, StepEstimate]:
+    """What making these graphs takes. Weights are written one at a time; a head's are read before."""
     read, own, fp32 = (
         sum(getattr(graph, name) for graph in graphs) for name in ("read_bytes", "bytes", "fp32_bytes")
     )
-    layers = sum(graph.layers for graph in graphs)
-    seconds = _line(_EXPORT_SECONDS, layers, own / 1e9)
-    held = max(read, own)  # bytes of weights at a time, in any type
+    steps: dict[str, StepEstimate] = {}
     if calibrates:
-        seconds += _line(_CALIBRATE_SECONDS, fp32 / 1e9)
-        held = max(held, fp32)
-    memory = _line(_LOADED, held)
+        memory = _line(_LOADED, max(read, own, fp32))
+        steps["calibrate"] = StepEstimate(int(memory), _line(_CALIBRATE_SECONDS, fp32 / 1e9))
+    head = sum(graph.read_bytes for graph in graphs if graph.name != "target")
+    held = _HEAD * head + max(graph.unlinked_held_bytes if links else graph.held_bytes for graph in graphs)
+    layers = sum(graph.layers for graph in graphs)
+    written = sum(_graph_bytes(graph, links) for graph in graphs)
+    steps["export"] = StepEstimate(
+        int(_line(_STREAMED, layers, held)), _line(_EXPORT_SECONDS, layers, written / 1e9)
+    )
     if measures:  # the float32 modules, and ONNX Runtime with weights that it widens
-        seconds += _line(_MEASURE_SECONDS, fp32 / 1e9)
-        memory = max(memory, _LOADED[0] + 2 * fp32 + own + read)
-    return int(memory), seconds
+        memory = _LOADED[0] + 2 * fp32 + own + read
+        steps["measure"] = StepEstimate(int(memory), _line(_MEASURE_SECONDS, fp32 / 1e9))
+    return steps
 
 
 def memory_here() -> Memory:

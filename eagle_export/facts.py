@@ -78,6 +78,7 @@ def head_info(plan: Plan, writer: BundleWriter) -> HeadInfo | None:
         head_dim=spec.head_dim,
         draft_vocab_size=spec.draft_vocab_size,
         feature_layers=spec.feature_layers,
+        settings=plan.loaded.settings.texts(),
         vocab_map=None if same_vocabulary(plan.loaded) else writer.write_vocab_map(table),
     )
 

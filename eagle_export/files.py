@@ -46,27 +46,35 @@ def alone_in(folder: Path) -> Iterator[None]:
         raise EagleError(f"{folder} is a file; expected a folder to write to", hint="choose another --out")
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
+    handle = None
     try:
-        _lock(handle, folder)
+        handle = _lock(folder)
         yield
     finally:
-        os.close(handle)
+        if handle is not None:
+            os.close(handle)
         if made:
             with contextlib.suppress(OSError):  # it is not empty
                 folder.rmdir()
 
 
-def _lock(handle: int, folder: Path) -> None:
+def _lock(folder: Path) -> int | None:
+    """A handle that keeps others out until it is closed; None where there are no locks."""
     try:
         import fcntl
     except ImportError:  # not a Unix
-        return
+        return None
+    handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise EagleError(
-            f"{folder}: another run is writing to this folder", hint="wait for it, or choose another --out"
-        ) from None
+        alone = os.path.samestat(os.fstat(handle), folder.stat())
+    except (BlockingIOError, FileNotFoundError):
+        alone = False
     except OSError:  # this disk knows no locks
-        return
+        return handle
+    if alone:
+        return handle
+    os.close(handle)  # locked by another run, or moved away by one that was just ending
+    raise EagleError(
+        f"{folder}: another run is writing to this folder", hint="wait for it, or choose another --out"
+    )

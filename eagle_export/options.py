@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle_export.engines.request import PROFILE_NAMES as PROFILES
+from eagle_export.head_settings import UNSAID, HeadSettings, parse_settings
 from eagle_run.bundle import TreeDefaults
 from eagle_run.errors import UsageError
 
@@ -136,13 +137,17 @@ class BuildOptions:
 
     target: recipe, folder or hub id. head: eagle1, eagle3, folder, hub id or "none".
     head_layer_ids: indices into Transformers' `hidden_states` that override the head's own.
+    head_set: NAME=VALUE, other things that override what the head's config.json says.
     Sizes count tokens (max_seq_len, prefill_chunk), sequences (max_batch) and nodes with the root.
     measure: compare the target with its float32 self, for a precision below that.
+    link_weights: leave weights in the checkpoint's own files where they are as the graph wants them.
+    force: replace a bundle that is there. fresh: do not go on where an interrupted run ended.
     """
 
     target: str
     head: str = "eagle3"
     head_layer_ids: tuple[int, ...] | None = None
+    head_set: tuple[str, ...] = ()
     out: Path | None = None
     precision: str = "fp32"
     engine: EngineOptions = EngineOptions()
@@ -156,7 +161,14 @@ class BuildOptions:
     top_k: int | None = None
     nodes: int | None = None
     measure: bool = True
+    link_weights: bool = False
     force: bool = False
+    fresh: bool = False
+
+    @property
+    def head_settings(self) -> HeadSettings:
+        """What the user says of the head. Raises UsageError for what is no setting."""
+        return replace(parse_settings(self.head_set), layer_ids=self.head_layer_ids)
 
     @property
     def dtype(self) -> str:
@@ -169,14 +181,15 @@ class BuildOptions:
             raise UsageError(f"precision should be one of {', '.join(PRECISIONS)}, found {self.precision!r}")
         self.fp8.check(self.precision)
         self.engine.check(self.precision)
+        given = self.head_settings != UNSAID
         for name in ("max_seq_len", "max_batch", "prefill_chunk", "max_tree_nodes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} should be at least 1, found {value}")
         if self.head == "none":
-            self._check_headless()
+            self._check_headless(given)
 
-    def _check_headless(self) -> None:
+    def _check_headless(self, given: bool) -> None:
         """An option of the draft means nothing where there is none."""
         for name, flag in (("tree", "tree"), ("depth", "depth"), ("top_k", "branch"), ("nodes", "nodes")):
             if getattr(self, name) is not None:
@@ -184,9 +197,9 @@ class BuildOptions:
                     f"--{flag} describes a draft tree, but --head none has no draft",
                     hint="leave it out, or name a head",
                 )
-        if self.head_layer_ids is not None:
+        if given:
             raise UsageError(
-                "--head-layer-ids says what a head reads, but --head none has no head",
+                "--head-layer-ids and --head-set say how a head is read, but --head none has no head",
                 hint="leave it out, or name a head",
             )
 

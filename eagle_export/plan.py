@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_export import recipe as recipes
+from eagle_export.describe import size
 from eagle_export.options import (
     BuildOptions,
     EngineOptions,
@@ -15,6 +16,7 @@ from eagle_export.options import (
     choose_limits,
     choose_tree,
 )
+from eagle_export.partial import space_of
 from eagle_export.place import check_place, free_space
 from eagle_run.bundle import Limits, TreeDefaults
 
@@ -38,6 +40,7 @@ class Plan:
     engine: EngineOptions
     fp8: Fp8Options
     measure: bool
+    link_weights: bool
     out: Path
 
 
@@ -58,7 +61,7 @@ def make_plan(options: BuildOptions) -> Plan:
     config = load_config(target, limits.max_seq_len)
     loaded = None
     if head is not None:
-        loaded = load_fitting_head(head, config, layer_ids=options.head_layer_ids)
+        loaded = load_fitting_head(head, config, options.head_settings)
     rows = cache_rows_for(limits, tree)
     return Plan(
         target=target,
@@ -72,6 +75,7 @@ def make_plan(options: BuildOptions) -> Plan:
         engine=options.engine,
         fp8=options.fp8,
         measure=options.measure,
+        link_weights=options.link_weights,
         out=out,
     )
 
@@ -102,30 +106,45 @@ def estimate_plan(plan: Plan) -> Estimate:
         plan.precision,
         keep=plan.fp8.keep,
         lm_head=plan.fp8.lm_head,
+        base=plan.dtype,
     )
-    calibrates = plan.precision == "fp8" and plan.fp8.scales is None
-    measures = plan.measure and plan.precision != "fp32"
-    if not plan.engine.compiles:
-        return estimate(graphs, plan.precision, calibrates=calibrates, measures=measures)
-    from eagle_export.engines.profiles import choose_profiles
+    profiles = None
+    if plan.engine.compiles:
+        from eagle_export.engines.profiles import choose_profiles
 
-    names = plan.engine.profile_names(plan.precision, has_head=plan.loaded is not None)
-    return estimate(
-        graphs,
-        plan.precision,
-        calibrates=calibrates,
-        measures=measures,
-        profiles={
+        names = plan.engine.profile_names(plan.precision, has_head=plan.loaded is not None)
+        profiles = {
             graph.name: len(
                 choose_profiles(graph.name, plan.limits, plan.tree, names, precision=plan.precision)
             )
             for graph in graphs
-        },
+        }
+    return estimate(
+        graphs,
+        plan.precision,
+        calibrates=plan.precision == "fp8" and plan.fp8.scales is None,
+        measures=plan.measure and plan.precision != "fp32",
+        links=plan.link_weights,
+        profiles=profiles,
     )
 
 
-def check_room(plan: Plan) -> tuple[str, ...]:
-    """Warnings on memory. Raises EagleError when the disk is too small, or memory by far."""
+def fit(plan: Plan) -> tuple[Plan, Estimate, tuple[str, ...]]:
+    """The plan as this machine can do it, what it takes, and what to tell the user.
+
+    Without enough memory to compare a target with its float32 self, that is left out. Raises EagleError when
+    the disk is too small, or memory by far; what an interrupted run left counts as room.
+    """
     from eagle_export.estimate import memory_here
 
-    return estimate_plan(plan).check(memory_here(), free_space(plan.out), plan.out)
+    memory, needed = memory_here(), estimate_plan(plan)
+    notes = []
+    if (measuring := needed.steps.get("measure")) and measuring.memory_bytes > memory.total:
+        notes.append(
+            f"note: the accuracy is not measured: that takes about {size(measuring.memory_bytes)} of memory, "
+            f"there are {size(memory.total)} in all"
+        )
+        plan = replace(plan, measure=False)
+        needed = estimate_plan(plan)
+    notes += needed.check(memory, free_space(plan.out) + space_of(plan.out), plan.out)
+    return plan, needed, tuple(notes)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
+from eagle_export import weights
+from eagle_export.fp8.scales import starred
+from eagle_export.partial import Partial
 from eagle_export.plan import Plan
 from eagle_export.progress import Report
-from eagle_run.errors import EagleError
+from eagle_run.errors import EagleError, UsageError
 
 if TYPE_CHECKING:
     from eagle_export.fp8 import Checkpoint, Quantized, Scales
@@ -22,22 +28,22 @@ SCALES_FILE = "fp8_scales.json"
 @dataclass(frozen=True, eq=False)
 class Quantization:
     """All scales that are known, those that were chosen, and the FP8 checkpoint that the target comes from
-    (None: weights are quantised here). `done` fills as graphs are rewritten."""
+    (None: weights are quantised here). `done` fills as graphs are rewritten, by graph."""
 
     known: Scales
     chosen: Scales
     checkpoint: Checkpoint | None
-    done: list[Quantized] = field(default_factory=list)
+    done: dict[str, Quantized] = field(default_factory=dict)
 
     @property
     def linears(self) -> int:
         """Linear layers that are in FP8 in the graphs written so far."""
-        return sum(len(result.linears) for result in self.done)
+        return sum(len(result.linears) for result in self.done.values())
 
     @property
     def kept_along(self) -> list[str]:
         """Layers that stayed in 16 bit only because others of their merged product did."""
-        return [layer for result in self.done for layer in result.kept_along]
+        return [layer for result in self.done.values() for layer in result.kept_along]
 
     def rewrite(self, graph: str) -> Rewrite | None:
         """What quantises the graph when it is exported; None if nothing in it is quantised."""
@@ -49,22 +55,27 @@ class Quantization:
         given = self.checkpoint if graph == "target" else None
 
         def rewrite(model: Any) -> None:
-            self.done.append(quantize(model, inputs, given))
+            self.done[graph] = quantize(model, inputs, given)
 
         return rewrite
 
 
-def find_quantization(plan: Plan, tokenizer: Path, report: Report) -> Quantization:
+def find_quantization(plan: Plan, tokenizer: Path, report: Report, journal: Partial) -> Quantization:
     """Scales for a build in FP8: those of the target's own FP8 checkpoint, of a file, or from calibration.
 
     `tokenizer` is the bundle's tokenizer folder, whose chat template the calibration prompts go through.
+    `journal` keeps what a calibration found for the next run.
     Raises EagleError when scales belong to other weights, or when activations pass the 16-bit type.
     """
     from eagle_export.fp8 import Scales, choose, read_checkpoint
+    from eagle_export.models.families import expert_count
 
     checkpoint = read_checkpoint(plan.target.folder)
     for note in () if checkpoint is None else checkpoint.notes:
         report.note(f"note: {note}")
+    if experts := expert_count(plan.config):
+        report.note(f"note: the weights of the {experts} experts of a layer stay in {plan.dtype}")
+        checkpoint = _without_experts(checkpoint)
     head_sha256 = None if plan.head is None else plan.head.sha256
     scales: Scales | None
     if plan.fp8.scales is not None:
@@ -74,7 +85,7 @@ def find_quantization(plan: Plan, tokenizer: Path, report: Report) -> Quantizati
     elif checkpoint is not None and checkpoint.static and plan.loaded is None:
         scales = None  # everything is in the checkpoint
     else:
-        scales = _calibrate(plan, tokenizer, report)
+        scales = _calibrated(plan, tokenizer, report, journal)
     if checkpoint is not None:
         scales = replace(checkpoint.join(scales), target_sha256=plan.target.sha256)
     assert scales is not None
@@ -87,6 +98,46 @@ def find_quantization(plan: Plan, tokenizer: Path, report: Report) -> Quantizati
         report.note("note: the target's lm_head shares its weight with the embedding and stays in 16 bit")
         chosen = _without(chosen, "target", "lm_head")
     return Quantization(scales, chosen, checkpoint)
+
+
+def _without_experts(checkpoint: Checkpoint | None) -> Checkpoint | None:
+    """What of an FP8 checkpoint stays in FP8: its experts are dequantised."""
+    if checkpoint is None:
+        return None
+    layers = {name: layer for name, layer in checkpoint.layers.items() if ".experts." not in name}
+    return replace(checkpoint, layers=layers)
+
+
+def check_fp8(plan: Plan) -> None:
+    """Raises as `find_quantization` does for scales and patterns that do not fit: before a calibration."""
+    from eagle_export.fp8 import Scales, choose
+
+    if plan.precision != "fp8":
+        return
+    asked = {"lm_head": plan.fp8.lm_head, "fc": plan.fp8.fuse}
+    also = [name for name, wanted in asked.items() if wanted]
+    if plan.fp8.scales is not None:
+        scales = Scales.load(plan.fp8.scales)
+        scales.check_identity(plan.target.sha256, None if plan.head is None else plan.head.sha256)
+        choose(_of_these_graphs(scales, plan), plan.fp8.keep, also)
+    elif names := _layer_names(plan):
+        for pattern in plan.fp8.keep:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                shown = sorted({starred(name) for name in names if name.endswith("_proj")})
+                raise UsageError(
+                    f"no linear layer is called {pattern!r}", hint="there are " + ", ".join(shown)
+                )
+
+
+def _layer_names(plan: Plan) -> set[str]:
+    """Of all weights, also without prefixes that a checkpoint may have; empty where no header says them."""
+    paths = [path for path in weights.weight_files(plan.target.folder) if path.suffix == ".safetensors"]
+    stored = [name for path in paths for name in weights.read_header(path)]
+    if not stored:
+        return set()
+    stored += () if plan.loaded is None else plan.loaded.tensors
+    parts = [name.removesuffix(".weight").split(".") for name in stored if name.endswith(".weight")]
+    return {".".join(part[i:]) for part in parts for i in range(len(part))}
 
 
 def _of_these_graphs(scales: Scales, plan: Plan) -> Scales:
@@ -106,6 +157,18 @@ def _of_these_graphs(scales: Scales, plan: Plan) -> Scales:
 def _without(scales: Scales, graph: str, layer: str) -> Scales:
     layers = {name: scale for name, scale in scales.inputs[graph].items() if name != layer}
     return replace(scales, inputs={**scales.inputs, graph: layers})
+
+
+def _calibrated(plan: Plan, tokenizer: Path, report: Report, journal: Partial) -> Scales:
+    """What a calibration finds, or found in a run that was interrupted later."""
+    from eagle_export.fp8 import Scales
+
+    step = "calibrate fp8"
+    if (found := journal.recall(step)) is not None:
+        return TypeAdapter(Scales).validate_python(found.facts)
+    scales = _calibrate(plan, tokenizer, report)
+    journal.record(step, facts=asdict(scales))
+    return scales
 
 
 def _calibrate(plan: Plan, tokenizer: Path, report: Report) -> Scales:

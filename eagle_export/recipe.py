@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +14,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from eagle_export import weights
+from eagle_export.head_settings import UNSAID, HeadSettings
 from eagle_run.bundle import Record, TreeDefaults, explain
 from eagle_run.errors import EagleError, UsageError
 
@@ -61,13 +63,18 @@ class Source(Record):
 
 
 class HeadSource(Source):
-    """A head's weights, and what its config.json does not say.
-
-    `layer_ids` index Transformers' `hidden_states`; `rope_theta` is the base the head was trained with.
-    """
+    """A head's weights, and what its config.json does not say, or says wrongly: see HeadSettings."""
 
     layer_ids: tuple[int, ...] | None = None
     rope_theta: float | None = None
+    rope_scaling: Literal["none"] | None = None
+    norm_output: bool | None = None
+    norm_before_residual: bool | None = None
+    norm_hidden_twice: bool | None = None
+
+    @property
+    def settings(self) -> HeadSettings:
+        return HeadSettings(**{field.name: getattr(self, field.name) for field in fields(HeadSettings)})
 
 
 class BuildLimits(Record):
@@ -100,26 +107,30 @@ class Recipe(Record):
 
 @dataclass(frozen=True)
 class ResolvedTarget:
-    """A target whose files are here: `folder` is a Hugging Face model folder; `sha256` its identity."""
+    """A target whose files are here: `folder` is a Hugging Face model folder, made of `file` or the same."""
 
     name: str
     source: str
     folder: Path
-    sha256: str
+    file: Path
     recipe: Recipe
     recipe_dir: Path
+
+    @cached_property
+    def sha256(self) -> str:
+        """Identity of the weights: the first time they are all read."""
+        return weights.identity(self.file)
 
 
 @dataclass(frozen=True)
 class ResolvedHead:
-    """A head whose files are here. `algorithm` is known only when the recipe named the head."""
+    """A head whose files are here. `algorithm` and `settings` are known only when the recipe named it."""
 
     source: str
     folder: Path
     sha256: str
     algorithm: Algorithm | None
-    layer_ids: tuple[int, ...] | None = None
-    rope_theta: float | None = None
+    settings: HeadSettings = UNSAID
 
 
 def recipes_dir() -> Path:
@@ -239,11 +250,10 @@ def _resolved_target(recipe: Recipe, recipe_dir: Path) -> ResolvedTarget:
         assert source.version
         assert source.file
         gguf = weights.find_gguf(source.package, source.version, source.file)
-        folder, sha256 = weights.convert_gguf(gguf), weights.file_identity(gguf)
+        folder, file = weights.convert_gguf(gguf), gguf
     else:
-        folder = _local(source, recipe_dir)
-        sha256 = weights.folder_identity(folder)
-    return ResolvedTarget(recipe.name, str(source), folder, sha256, recipe, recipe_dir)
+        folder = file = _local(source, recipe_dir)
+    return ResolvedTarget(recipe.name, str(source), folder, file, recipe, recipe_dir)
 
 
 def find_head(head: str, recipe: Recipe) -> HeadSource:
@@ -275,7 +285,7 @@ def resolve_head(head: str, target: ResolvedTarget) -> ResolvedHead:
     algorithm = head if head in ("eagle1", "eagle3") else None
     folder = _local(source, target.recipe_dir)
     identity = weights.folder_identity(folder)
-    return ResolvedHead(str(source), folder, identity, algorithm, source.layer_ids, source.rope_theta)  # type: ignore[arg-type]
+    return ResolvedHead(str(source), folder, identity, algorithm, source.settings)  # type: ignore[arg-type]
 
 
 def _local(source: Source, base: Path) -> Path:

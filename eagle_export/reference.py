@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,14 @@ from torch import Tensor
 
 from eagle_export import recipe as recipes
 from eagle_export import weights
+from eagle_export.graphs.stream import InMemory, Weight
+from eagle_export.head_settings import UNSAID, HeadSettings, parse_settings
 from eagle_export.heads import LoadedHead, load_head
-from eagle_export.models.target import FAMILIES, TargetModule, check_family, load_target, target_dims
+from eagle_export.models.families import FAMILIES, TEXT_PARTS, check_family, family_of, text_part
+from eagle_export.models.target import TargetModule, load_target, target_dims
+from eagle_export.stored import stored_place
 from eagle_run.backends.base import Graph
-from eagle_run.bundle import Manifest
+from eagle_run.bundle import HeadInfo, Manifest
 from eagle_run.errors import EagleError, first_line
 
 if TYPE_CHECKING:
@@ -30,7 +34,8 @@ class Modules:
     """Target and head as eager modules that share the target's embedding and lm_head.
 
     `model` is the Transformers model inside `target`. Without a head, `fuse`, `draft` and `draft_to_target`
-    are None.
+    are None. `weights`: where the modules are without weights (on the meta device), what belongs in those of
+    each graph, by name.
     """
 
     model: Any
@@ -38,6 +43,7 @@ class Modules:
     fuse: Fuse | None
     draft: Draft | None
     draft_to_target: Tensor | None
+    weights: Mapping[str, Mapping[str, Weight]] = field(default_factory=dict)
 
 
 def load_config(target: ResolvedTarget, max_seq_len: int) -> Any:
@@ -48,10 +54,10 @@ def load_config(target: ResolvedTarget, max_seq_len: int) -> Any:
     from transformers import AutoConfig
 
     raw = weights.read_config(target.folder)
-    if raw.get("model_type") not in FAMILIES:  # Transformers may not even know it
-        check_family(SimpleNamespace(model_type=raw.get("model_type")), max_seq_len)
+    if raw.get("model_type") not in {*FAMILIES, *TEXT_PARTS}:  # Transformers may not even know it
+        family_of(SimpleNamespace(model_type=raw.get("model_type")))
     try:
-        config = AutoConfig.from_pretrained(target.folder, trust_remote_code=False)
+        config = text_part(AutoConfig.from_pretrained(target.folder, trust_remote_code=False))
     except Exception as error:  # whatever Transformers makes of a damaged file
         raise EagleError(
             f"{target.folder / 'config.json'}: Transformers cannot read it: {first_line(error)}",
@@ -61,17 +67,12 @@ def load_config(target: ResolvedTarget, max_seq_len: int) -> Any:
     return config
 
 
-def load_fitting_head(
-    head: ResolvedHead, config: Any, *, layer_ids: Sequence[int] | None = None
-) -> LoadedHead:
-    """The head's checkpoint, checked against the target's config. Raises EagleError when it does not fit."""
-    ids = layer_ids if layer_ids is not None else head.layer_ids
-    loaded = load_head(
-        head.folder,
-        target_dims(config),
-        layer_ids=None if ids is None else tuple(ids),
-        rope_theta=head.rope_theta,
-    )
+def load_fitting_head(head: ResolvedHead, config: Any, said: HeadSettings = UNSAID) -> LoadedHead:
+    """The head's checkpoint, checked against the target's config; `said` goes over what a recipe says.
+
+    Raises EagleError when it does not fit.
+    """
+    loaded = load_head(head.folder, target_dims(config), said.over(head.settings))
     if head.algorithm is not None and loaded.spec.algorithm != head.algorithm:
         raise EagleError(
             f"{head.source} is an {loaded.spec.algorithm} head, but the recipe calls it {head.algorithm}",
@@ -82,7 +83,10 @@ def load_fitting_head(
 
 def load_modules(target: ResolvedTarget, loaded: LoadedHead | None, dtype: torch.dtype) -> Modules:
     """Reads the weights. Raises EagleError when the checkpoint does not hold exactly the model's tensors."""
-    model = load_target(target.folder, dtype)
+    return _join(load_target(target.folder, dtype), loaded, dtype)
+
+
+def _join(model: Any, loaded: LoadedHead | None, dtype: torch.dtype) -> Modules:
     # Without a head nothing reads the features; the last layer's cost nothing.
     layers = loaded.spec.feature_layers if loaded else (model.config.num_hidden_layers,)
     module = TargetModule(model, layers).eval()
@@ -93,6 +97,21 @@ def load_modules(target: ResolvedTarget, loaded: LoadedHead | None, dtype: torch
     embedding, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     fuse, draft = build_head(loaded, embedding, lm_head, dtype=dtype)
     return Modules(model, module, fuse, draft, loaded.draft_to_target)
+
+
+def load_hollow(target: ResolvedTarget, loaded: LoadedHead | None, dtype: torch.dtype) -> Modules:
+    """`load_modules` for an export: the same checks, but no weight of the target is read."""
+    from eagle_export.models.recorded import Recorded
+    from eagle_export.models.skeleton import hollow, load_recorded
+
+    model = load_recorded(target.folder, dtype)
+    empty = None
+    if loaded is not None:
+        held = {name: stored_place(tensor) or InMemory(tensor) for name, tensor in loaded.tensors.items()}
+        empty = replace(loaded, tensors={name: Recorded(weight) for name, weight in held.items()})
+    modules = _join(model, empty, dtype)
+    parts = {"target": modules.target.model, "fuse": modules.fuse, "draft": modules.draft}
+    return replace(modules, weights={name: hollow(part) for name, part in parts.items() if part is not None})
 
 
 def eager_graphs(modules: Modules, cache_rows: int) -> dict[str, Graph]:
@@ -122,8 +141,13 @@ def reference_of(
     if manifest.head is not None:
         source = recipes.resolve_head(head or _head_source(manifest, found), found)
         _check_same(manifest, "head", manifest.head.sha256, source.sha256, source.source)
-        loaded = load_fitting_head(source, config, layer_ids=manifest.head.feature_layers)
+        loaded = load_fitting_head(source, config, settings_of(manifest.head))
     return load_modules(found, loaded, DTYPES[precision])
+
+
+def settings_of(head: HeadInfo) -> HeadSettings:
+    """How a bundle's head was read: the layers that it got, and what a person or a recipe said of it."""
+    return replace(parse_settings(head.settings), layer_ids=head.feature_layers)
 
 
 def _target_source(manifest: Manifest) -> str:

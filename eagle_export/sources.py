@@ -58,10 +58,10 @@ def base_precision(bundle: Bundle) -> str:
 
 def read_products(path: Path) -> list[Product]:
     """The products of an ONNX graph with an FP8 weight, in its order."""
-    import onnx_ir
+    from eagle_export.graphs.files import load
 
     products = []
-    for node in onnx_ir.load(path).graph:
+    for node in load(path).graph:
         if node.op_type != "MatMul":
             continue
         weight = node.inputs[1].producer()
@@ -133,8 +133,10 @@ def widen(source: Path, out: Path, *, fp8_rows: bool = False) -> Path:
     """
     import onnx_ir
 
+    from eagle_export.graphs.files import load
+
     narrow = (onnx_ir.DataType.FLOAT16, onnx_ir.DataType.BFLOAT16)
-    model = onnx_ir.load(source)
+    model = load(source)
     graph = model.graph
     for value in graph.initializers.values():
         if value.const_value is not None and value.const_value.dtype in narrow:

@@ -1,8 +1,8 @@
 """`eagle-export verify`: is a bundle what its source weights are, does it lose anything, does its head help?
 
 (a) every graph against the eager reference; (b) tokens of tree and chain against plain decoding, and plain
-decoding against Transformers; (c) what the head brings, on a few prompts; (d) below float32, what the
-precision costs.
+decoding against Transformers; (c) what the head brings, on a few prompts, and whether another reading of its
+checkpoint would bring more; (d) below float32, what the precision costs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from eagle_export.accuracy import Backend, choose_requests, measure
 from eagle_export.checks import Check, check_acceptance, check_accuracy
+from eagle_export.head_check import Measured, check_head
 from eagle_export.parity import LIMITS, compare, row_dependence
 from eagle_export.progress import Report
 from eagle_export.reference import Modules, eager_graphs, reference_of
@@ -43,12 +44,16 @@ _OTHER_CODE = {"fp32": TIE, "fp16": 0.25, "bf16": 1.0}  # Transformers rounds in
 
 @dataclass(frozen=True)
 class Verification:
-    """All checks of a bundle, and the acceptance profile of its head (None without one)."""
+    """All checks of a bundle, the acceptance profile of its head, and how it drafts when read otherwise.
+
+    The profile is None, and there are no readings, without a head.
+    """
 
     bundle: str
     precision: str
     checks: tuple[Check, ...]
     acceptance: dict[str, Any] | None
+    readings: tuple[Measured, ...] = ()
 
     @property
     def failures(self) -> int:
@@ -66,6 +71,7 @@ class Verification:
             "passed": self.passed,
             "checks": [asdict(check) for check in self.checks],
             "acceptance": self.acceptance,
+            "readings": [reading.as_dict() for reading in self.readings],
         }
 
 
@@ -116,17 +122,27 @@ def verify_bundle(
         if precision != "fp8":  # rounded rows are another function; `check_accuracy` tells how far off
             with report.step("compare with Transformers"):
                 checks += [_check_transformers(modules, answers, precision)]
-        acceptance = None
+        acceptance: dict[str, Any] | None = None
+        readings: list[Measured] = []
+        exact = modules if precision == "fp32" else source("fp32")
         if engine.tree is not None:
             checks += _check_tokens(answers, precision)
             acceptance = profile(engine.tree, answers)
             checks.append(check_acceptance(acceptance))
+            with report.step("read the head in other ways"):
+                said = [(answer.request.prompt, answer.plain) for answer in answers]
+                more = measured[len(decoded) :]
+                said += [
+                    (request.prompt, engine.decode([request], engine.tree).tokens[0]) for request in more
+                ]
+                check, readings = check_head(exact, said)
+            checks.append(check)
         if precision != "fp32":
             how: Backend = "eager" if precision == "bf16" else "onnxruntime"
-            graphs, exact = engine.decoder.session.graphs, source("fp32")
+            graphs = engine.decoder.session.graphs
             info = measure(graphs, exact, measured, report, limits=limits, tree=engine.tree, backend=how)
             checks += check_accuracy(info, precision)
-    return Verification(str(path), precision, tuple(checks), acceptance)
+    return Verification(str(path), precision, tuple(checks), acceptance, tuple(readings))
 
 
 def _open(bundle: Bundle, modules: Modules, folder: Path, threads: int) -> Engine:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,21 +16,35 @@ from eagle_export import weights
 if TYPE_CHECKING:
     from eagle_run.bundle import Bundle
 
-Sizes = dict[str, tuple[int, int]]  # of a checkpoint's tensors by name: values, stored bytes
-
 WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 2}  # bytes of a value that is not quantised
 _LINEAR = re.compile(r"(?:^|\.)(?:layers\.\d+|midlayer)\..+\.(?:[qkvo]|gate|up|down)_proj\.weight$")
 _LAYER = re.compile(r"(?:layers\.\d+|midlayer)\.")
 _FUSE = re.compile(r"^(?:fc|input_norm|fc_norm)\.")
+_LINKED = 4096  # bytes of the smallest weight that is worth a link
+_STORED = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}  # what safetensors calls them
 # Vocabulary maps, and the scales of checkpoints that are quantised already: nothing beside the weights.
 _NOT_IN_GRAPH = re.compile(r"^(?:d2t|t2d)$|(?:_scale|_scale_inv|rotary_emb\.inv_freq)$")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a checkpoint: how many values, of which type, in how many bytes (0: in another's file)."""
+
+    values: int
+    dtype: str
+    bytes: int
+
+
+Sizes = dict[str, Stored]  # of a checkpoint's tensors, by name
 
 
 @dataclass(frozen=True)
 class GraphWeights:
     """A graph to come: its decoder layers, and the bytes of its weights: in its precision, and in fp32.
 
-    read_bytes: of its own weight files, as they are stored.
+    read_bytes: of its own weight files, as they are stored. held_bytes: what is in memory at a time when it
+    is written: the largest product, or all that torch's .bin files hold. linked_bytes: of the weights that
+    --link-weights leaves in the checkpoint's files; unlinked_held_bytes: held_bytes of the others.
     """
 
     name: str
@@ -37,6 +52,9 @@ class GraphWeights:
     bytes: int
     fp32_bytes: int
     read_bytes: int
+    held_bytes: int = 0
+    linked_bytes: int = 0
+    unlinked_held_bytes: int = 0
 
 
 def weigh_checkpoints(
@@ -46,27 +64,29 @@ def weigh_checkpoints(
     *,
     keep: Iterable[str] = (),
     lm_head: bool = False,
+    base: str = "fp16",
 ) -> tuple[GraphWeights, ...]:
     """The graphs that a build makes of these model folders, in the order it makes them.
 
-    keep, lm_head: as for fp8, patterns of linear layers that stay in 16 bit, and whether lm_head does not.
-    Files of torch's .bin have no header to read: they count as the 16-bit linear layers that they mostly are.
+    keep, lm_head, base: as for fp8, patterns of linear layers that stay in 16 bit, whether lm_head does not,
+    and the 16-bit type. Files of torch's .bin have no header to read: they count as the 16-bit linear layers
+    that they mostly are.
     """
-    scale = _Scale(precision, tuple(keep), lm_head)
-    base, unread = _sizes(target)
+    scale = _Scale(precision, tuple(keep), lm_head, base)
+    own, unread = _sizes(target)
     if weights.read_config(target).get("tie_word_embeddings"):
-        base.pop("lm_head.weight", None)  # some files hold the one matrix twice, a graph does not
-    graphs = [scale.graph("target", base, unread)]
+        own.pop("lm_head.weight", None)  # some files hold the one matrix twice, a graph does not
+    graphs = [scale.graph("target", own, unread)]
     if head is None:
         return tuple(graphs)
     draft, draft_unread = _sizes(head)
-    if any(name.startswith("midlayer.") for name in draft):  # EAGLE-3: fc is a graph of its own
+    if any(name.startswith(("midlayer.", "layers.0.hidden_norm.")) for name in draft):  # EAGLE-3 has a fuse
         fuse = {name: draft.pop(name) for name in list(draft) if _FUSE.match(name)}
         graphs.append(scale.graph("fuse", fuse, 0))
-    if "embed_tokens.weight" not in draft and "model.embed_tokens.weight" in base:
-        draft["embed_tokens.weight"] = base["model.embed_tokens.weight"][0], 0  # each graph has its own copy
-    if "lm_head.weight" not in draft and "lm_head.weight" in base:  # EAGLE-1 reads the target's
-        draft["lm_head.weight"] = base["lm_head.weight"][0], 0
+    if "embed_tokens.weight" not in draft and "model.embed_tokens.weight" in own:
+        draft["embed_tokens.weight"] = replace(own["model.embed_tokens.weight"], bytes=0)  # its own copy
+    if "lm_head.weight" not in draft and "lm_head.weight" in own:  # EAGLE-1 reads the target's
+        draft["lm_head.weight"] = replace(own["lm_head.weight"], bytes=0)
     return (*graphs, scale.graph("draft", draft, draft_unread))
 
 
@@ -94,19 +114,40 @@ class _Scale:
     precision: str
     keep: tuple[str, ...]
     lm_head: bool
+    base: str
 
     def graph(self, name: str, sizes: Sizes, unread: int) -> GraphWeights:
         """unread: bytes of files without a header."""
-        counts = {key: count for key, (count, _) in sizes.items() if not _NOT_IN_GRAPH.search(key)}
+        found = {key: tensor for key, tensor in sizes.items() if not _NOT_IN_GRAPH.search(key)}
         width = WIDTHS[self.precision]
-        stored = sum(count * (1 if self._quantised(key) else width) for key, count in counts.items())
+        written = {key: tensor.values * self._width(key) for key, tensor in found.items()}
+        linked = {key for key, tensor in found.items() if self._links(key, tensor)}
+        together: Counter[str] = Counter()
+        apart: Counter[str] = Counter()
+        for key, tensor in found.items():
+            together[_merged(key)] += tensor.bytes
+            if key not in linked:
+                apart[_merged(key)] += tensor.bytes
         return GraphWeights(
             name,
-            layers=len({match[0] for key in counts if (match := _LAYER.search(key))}),
-            bytes=stored + unread // 2 * (1 if self.precision == "fp8" else width),
-            fp32_bytes=sum(counts.values()) * 4 + unread * 2,
-            read_bytes=sum(read for _, read in sizes.values()) + unread,
+            layers=len({match[0] for key in found if (match := _LAYER.search(key))}),
+            bytes=sum(written.values()) + unread // 2 * (1 if self.precision == "fp8" else width),
+            fp32_bytes=sum(tensor.values for tensor in found.values()) * 4 + unread * 2,
+            read_bytes=sum(tensor.bytes for tensor in sizes.values()) + unread,
+            held_bytes=max(together.values(), default=0) + unread // 2 * width,
+            linked_bytes=sum(written[key] for key in linked),
+            unlinked_held_bytes=max(apart.values(), default=0) + unread // 2 * width,
         )
+
+    def _width(self, key: str) -> int:
+        """Bytes of a value in the graph."""
+        return 1 if self._quantised(key) else WIDTHS[self.precision]
+
+    def _links(self, key: str, tensor: Stored) -> bool:
+        """Whether the graph has a weight as the checkpoint does, so that it could stay there."""
+        kind = self.base if self.precision == "fp8" else self.precision
+        small = tensor.values * WIDTHS[self.precision] < _LINKED
+        return tensor.dtype == _STORED[kind] and not small and not self._quantised(key)
 
     def _quantised(self, key: str) -> bool:
         if self.precision != "fp8":
@@ -115,6 +156,12 @@ class _Scale:
             return self.lm_head
         module = key.removesuffix(".weight")
         return bool(_LINEAR.search(key)) and not any(fnmatchcase(module, pattern) for pattern in self.keep)
+
+
+def _merged(key: str) -> str:
+    """One name for tensors that are written as one: the experts of a layer; q, k and v; gate and up."""
+    key = re.sub(r"\bexperts\.\d+\.", "experts.", key)
+    return re.sub(r"\b(?:gate|up)_proj\b", "gate_up_proj", re.sub(r"\b[qkv]_proj\b", "qkv_proj", key))
 
 
 def _sizes(folder: Path) -> tuple[Sizes, int]:
@@ -127,5 +174,5 @@ def _sizes(folder: Path) -> tuple[Sizes, int]:
             continue
         for name, entry in weights.read_header(path).items():
             start, end = entry["data_offsets"]
-            sizes[name] = math.prod(entry["shape"]), end - start
+            sizes[name] = Stored(math.prod(entry["shape"]), entry["dtype"], end - start)
     return sizes, unread

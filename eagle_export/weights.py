@@ -13,11 +13,13 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from eagle_export import gguf_llama
 from eagle_run.bundle import cache_dir, file_sha256
+from eagle_run.environment import cores
 from eagle_run.errors import EagleError
 
 # Goes up whenever convert_gguf writes something else for the same file: old conversions are not reused.
@@ -47,6 +49,11 @@ def find_gguf(package: str, version: str, file: str) -> Path:
     return path
 
 
+def identity(path: Path) -> str:
+    """Identity of a model's folder, or of the one file that it is made of."""
+    return folder_identity(path) if path.is_dir() else file_identity(path)
+
+
 def file_identity(path: Path) -> str:
     """SHA-256 of one file."""
     try:
@@ -60,8 +67,10 @@ def folder_identity(folder: Path) -> str:
 
     Tokenizer and model card are not part of it: they do not change the distribution.
     """
-    files = [folder / "config.json", *weight_files(folder)]
-    lines = "".join(f"{file_identity(path)}  {path.name}\n" for path in sorted(files))
+    files = sorted([folder / "config.json", *weight_files(folder)])
+    with ThreadPoolExecutor(max_workers=min(cores(), 8)) as pool:
+        digests = list(pool.map(file_identity, files))
+    lines = "".join(f"{digest}  {path.name}\n" for digest, path in zip(digests, files, strict=True))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
@@ -73,7 +82,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         if (folder / "manifest.json").is_file():
             hint = "this is a finished bundle; give the model it was built from"
         raise EagleError(f"{folder}: no config.json", hint=hint)
-    return _read_json(where)
+    return read_json(where)
 
 
 def check_folder(folder: Path) -> None:
@@ -82,7 +91,7 @@ def check_folder(folder: Path) -> None:
 
     read_config(folder)
     for index in sorted(folder.glob("*.index.json")):
-        shards = set(_read_json(index).get("weight_map", {}).values())
+        shards = set(read_json(index).get("weight_map", {}).values())
         if absent := sorted(name for name in shards if not (folder / name).is_file()):
             raise EagleError(f"{folder}: {index.name} lists {', '.join(absent)}, not found", hint=_AGAIN)
     if not (files := weight_files(folder)):
@@ -111,7 +120,8 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
 
 
-def _read_json(where: Path) -> dict[str, Any]:
+def read_json(where: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model folder. Raises EagleError for anything else."""
     try:
         data = json.loads(where.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Writes a bundle into a temporary folder beside its place, then renames: nothing is ever half-made."""
+"""Writes a bundle into an unfinished folder beside its place, then renames: nothing is ever half-made."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from eagle_export.place import check_place, disk_full, swap
+from eagle_export.partial import Partial, worth_keeping
+from eagle_export.place import check_place, disk_full
 from eagle_run.backends.base import GraphSpec
 from eagle_run.bundle import (
     MANIFEST,
@@ -57,39 +58,51 @@ class BundleWriter:
             writer.copy_tokenizer(model_folder)
             bundle = writer.finish(target=..., head=..., ...)
 
-    Leaving without `finish`, by an error or Ctrl-C, removes everything that was written and keeps what was at
-    `path` before. A full disk becomes an EagleError.
+    Leaving without `finish`, by an error or Ctrl-C, keeps what was at `path` before and removes everything
+    that was written; but steps that are in the `journal` stay for the next run after an interrupt, a fault of
+    the system or, once `keep` was called, any error. A full disk becomes an EagleError.
+
+    identity: everything that decides the contents; None for a bundle whose making cannot be continued.
+    fresh: do not go on where an earlier run ended. note: tells the user one line.
     """
 
-    def __init__(self, path: str | Path, *, force: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        force: bool = False,
+        identity: Mapping[str, Any] | None = None,
+        fresh: bool = False,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self.path = Path(os.path.normpath(path))
         if self.path.name in ("", ".."):
             raise UsageError(f"{path} is no place for a bundle", hint="name a new folder with --out")
         self.force = force
-        self.folder = self.path.with_name(f"{self.path.name}.partial-{os.getpid()}")
+        self.journal = Partial(self.path, identity, fresh=fresh, note=note)
+        self.folder = self.journal.folder
+        self._keep = False
         self._artifacts: list[Artifact] = []
         self._tokenizer: list[FileEntry] = []
 
     def __enter__(self) -> BundleWriter:
         check_place(self.path, force=self.force)
-        shutil.rmtree(self.folder, ignore_errors=True)  # of a killed process that had this id
-        try:
-            self.folder.mkdir(parents=True)
-        except OSError as error:
-            raise EagleError(
-                f"{self.folder}: cannot be made: {error.strerror}", hint="choose another place with --out"
-            ) from None
+        self.journal.enter()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        kept = self.journal.leave(keep=worth_keeping(error) or (self._keep and error is not None))
         if error is not None and disk_full(error):
             raise EagleError(
-                f"{self.path}: the disk is full; nothing was kept",
+                f"{self.path}: the disk is full; {'what was finished' if kept else 'nothing'} was kept",
                 hint="free some disk space, or choose another place with --out",
             ) from error
+
+    def keep(self) -> None:
+        """From here on, what is in the journal stays also after an error."""
+        self._keep = True
 
     @property
     def artifacts(self) -> tuple[Artifact, ...]:
@@ -102,12 +115,12 @@ class BundleWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
-    def entry(self, relative: str) -> FileEntry:
+    def entry(self, relative: str, origin: str | None = None) -> FileEntry:
         """Size and hash of a file that is written and will not change any more."""
         path = self.folder / relative
         if not path.is_file():
             raise EagleError(f"{relative}: expected in the bundle being written, but nothing wrote it")
-        return FileEntry(path=relative, bytes=path.stat().st_size, sha256=file_sha256(path))
+        return FileEntry(path=relative, bytes=path.stat().st_size, sha256=file_sha256(path), origin=origin)
 
     def add_artifact(
         self,
@@ -117,13 +130,14 @@ class BundleWriter:
         file: str,
         spec: GraphSpec,
         *,
-        extra_files: Sequence[str] = (),
+        extra_files: Mapping[str, str | None] = MappingProxyType({}),
         opset: int | None = None,
         library_version: str,
         compute_capabilities: Sequence[str] = (),
         engine: EngineInfo | None = None,
     ) -> Artifact:
-        """Registers a finished graph: `file` is what a backend opens, `extra_files` its external data.
+        """Registers a finished graph: `file` is what a backend opens, `extra_files` its external data,
+        with the origin of those that are links (see `FileEntry`).
 
         Both are relative to the bundle. Hashes are computed here. Raises EagleError when a file is missing or
         the signature is not of the contract's types.
@@ -134,7 +148,7 @@ class BundleWriter:
                 backend=backend,
                 precision=precision,
                 file=file,
-                files=tuple(self.entry(name) for name in (file, *extra_files)),
+                files=(self.entry(file), *(self.entry(*extra) for extra in extra_files.items())),
                 opset=opset,
                 library_version=library_version,
                 compute_capabilities=tuple(compute_capabilities),
@@ -152,7 +166,8 @@ class BundleWriter:
 
         A user's own files beside them come along when the bundle is being replaced.
 
-        A bundle that is being replaced is linked where the disk allows it, anything else is copied. Raises
+        A bundle that is being replaced is linked where the disk allows it, and so are files that were links
+        already; anything else is copied. Raises
         EagleError when it cannot be read.
         """
         kept = [artifact for artifact in bundle.manifest.artifacts if not without(artifact)]
@@ -164,12 +179,14 @@ class BundleWriter:
             shutil.copymode(bundle.path, self.folder)
             there = (path for path in bundle.path.rglob("*") if path.is_file())
             names |= {str(path.relative_to(bundle.path)) for path in there} - dropped - {MANIFEST}
+        linked = {entry.path for entry in bundle.manifest.files() if entry.origin is not None}
         for name in sorted(names):
-            place = self.file(name)
+            place, link = self.file(name), replaced or name in linked
+            place.unlink(missing_ok=True)  # of a run before
             try:
-                (os.link if replaced else shutil.copyfile)(bundle.path / name, place)
+                (os.link if link else shutil.copyfile)(bundle.path / name, place)
             except OSError as error:
-                if disk_full(error) or not replaced:
+                if disk_full(error) or not link:
                     raise
                 shutil.copyfile(bundle.path / name, place)  # a file system without links
         known = {entry.path: entry.sha256 for entry in bundle.manifest.files()}
@@ -254,6 +271,6 @@ class BundleWriter:
             raise explain(error, Manifest, f"manifest of {self.path}") from None
         self.file(MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
         load_bundle(self.folder)
-        swap(self.folder, self.path)
+        self.journal.publish(self.path, [entry.path for entry in manifest.files()])
         remember_sha256({self.path / entry.path: entry.sha256 for entry in manifest.files()})
         return Bundle(self.path, manifest)

@@ -89,11 +89,11 @@ def write_target(folder: Path, sizes: Sizes = Sizes(), *, seed: int = 0) -> Path
     model.generation_config.eos_token_id = EOS
     model.save_pretrained(folder)
     if sizes.vocab > len(_SPECIAL):
-        _write_tokenizer(folder, sizes.vocab)
+        write_tokenizer(folder, sizes.vocab)
     return folder
 
 
-def _write_tokenizer(folder: Path, vocab: int) -> None:
+def write_tokenizer(folder: Path, vocab: int) -> None:
     """One token a character; what the vocabulary does not reach is <unk>."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -159,6 +159,7 @@ def write_head(
             tensors["d2t"] = ids - torch.arange(len(ids))
             tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
         head |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": draft_vocab or vocab}
+        head["norm_output"] = good  # fed back as it is, a hidden grows from draft to draft
         head["eagle_config"] = {
             "eagle_aux_hidden_state_layer_ids": list(layer_ids),
             "use_aux_hidden_state": True,

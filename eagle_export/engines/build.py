@@ -71,7 +71,7 @@ def _doubts(
     for profile, found in zip(request.profiles, summaries, strict=True):
         if found is None:
             continue
-        mixed = {kind: count for kind, count in found.gemms.items() if "x" in kind}
+        mixed = {kind: n for kind, n in found.gemms.items() if "x" in kind and "?" not in kind}
         if mixed:
             what = ", ".join(f"{count} {kind}" for kind, count in mixed.items())
             yield f"profile {profile.name}: products of operands of two types ({what}): only storage is saved"

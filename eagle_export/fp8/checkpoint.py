@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,8 @@ from torch import Tensor
 from eagle_export import weights
 from eagle_export.fp8 import schemes
 from eagle_export.fp8.scales import Scales, check_positive
+from eagle_export.graphs.stream import Weight
+from eagle_export.stored import StoredTensor, stored_tensors
 from eagle_run.errors import EagleError
 
 # Of an FP8 cache for keys and values, which the graphs do not have: their caches are in 16 bit.
@@ -35,23 +36,39 @@ class StoredLayer:
     weight_scale: float32 [] or [N]. input_scale: None where activations were meant to be scaled on the fly.
     """
 
-    file: Path
-    name: str
+    stored: StoredTensor
     shape: tuple[int, int]
     weight_scale: Tensor
     input_scale: float | None
 
     def read(self) -> Tensor:
         """float8_e4m3fn [N, K], the bytes of the file."""
-        from safetensors import safe_open
+        return self.stored.load()
 
-        with safe_open(self.file, framework="pt") as file:
-            return file.get_tensor(f"{self.name}.weight")
+    def dequantize(self, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows [start, stop): scaled in float32, then rounded to `dtype`, as DequantizeLinear does."""
+        stop = self.shape[0] if stop is None else stop
+        scale = self.weight_scale if self.weight_scale.ndim == 0 else self.weight_scale[start:stop, None]
+        return (self.stored.rows(start, stop).float() * scale).to(dtype)
 
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """[N, K]: scaled in float32, then rounded to `dtype`, as DequantizeLinear does."""
-        scale = self.weight_scale if self.weight_scale.ndim == 0 else self.weight_scale[:, None]
-        return (self.read().float() * scale).to(dtype)
+
+@dataclass(frozen=True, eq=False)
+class Dequantized:
+    """An FP8 weight as a weight of another type."""
+
+    layer: StoredLayer
+    dtype: torch.dtype
+    place: None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layer.shape
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self.layer.dequantize(self.dtype, start, stop)
+
+    def load(self) -> Tensor:
+        return self.layer.dequantize(self.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,35 +105,16 @@ class Checkpoint:
             return Scales({"target": target}, {}, 0, self.source)
         return replace(scales, inputs={**scales.inputs, "target": target}, source=self.source)
 
-    def state_dict(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """All tensors of the model, dequantised; what serves quantisation alone is left out."""
-        tensors: dict[str, Tensor] = {}
-        for path, names in _contents(self.folder):
-            from safetensors import safe_open
-
-            with safe_open(path, framework="pt") as file:
-                for name in names:
-                    layer = self.layers.get(name.removesuffix(".weight"))
-                    if layer is not None and name.endswith(".weight"):
-                        tensors[name] = layer.dequantize(dtype)
-                    elif not name.endswith(_AUXILIARY):
-                        tensors[name] = file.get_tensor(name)
-        return tensors
-
-    def from_pretrained(self, folder: Path, *, dtype: torch.dtype, **options: Any) -> Any:
-        """As Transformers' own, with dequantised weights: it would want the library that wrote them.
-
-        folder and options as for `AutoModelForCausalLM.from_pretrained`.
-        """
-        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
-
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        for key in ("quantization_config", "compression_config"):
-            if hasattr(config, key):
-                delattr(config, key)
-        model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        state = self.state_dict(dtype)
-        return model.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **options)
+    def weights(self, dtype: torch.dtype) -> dict[str, Weight]:
+        """All tensors of the model, the FP8 ones as `dtype`; what serves quantisation alone is left out."""
+        found: dict[str, Weight] = {}
+        for name, stored in _tensors(self.folder).items():
+            layer = self.layers.get(name.removesuffix(".weight"))
+            if layer is not None and name.endswith(".weight"):
+                found[name] = Dequantized(layer, dtype)
+            elif not name.endswith(_AUXILIARY):
+                found[name] = stored
+        return found
 
 
 _AUXILIARY = (*_CACHE_SCALES, *_ZERO_POINTS, *_WEIGHT_SCALES, *_INPUT_SCALES)
@@ -146,49 +144,50 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
             f"{missing} of them bring no input scale: fixed ones are calibrated, since scales that follow a "
             "forward's rows would make a row depend on its neighbours"
         )
-    if any(name.endswith(_CACHE_SCALES) for _, names in _contents(folder) for name in names):
+    if any(name.endswith(_CACHE_SCALES) for name in _tensors(folder)):
         notes.append("scales of an FP8 key-value cache are ignored: caches are in 16 bit here")
     return Checkpoint(folder, scheme.source, layers, tuple(notes))
 
 
-def _contents(folder: Path) -> Iterator[tuple[Path, list[str]]]:
-    from safetensors import safe_open
-
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            yield path, list(file.keys())
+def _tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a folder, whatever file it is in."""
+    return {
+        name: tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in stored_tensors(path).items()
+    }
 
 
 def _layers(folder: Path) -> Iterator[tuple[str, StoredLayer]]:
     """Every FP8 weight with its scales, which may be in another file. Checks what belongs together."""
-    where = {name: path for path, names in _contents(folder) for name in names}
-    reader = _Reader(where)
-    quantized = [name for name in where if name.endswith(".weight") and reader.dtype(name) == "F8_E4M3"]
+    tensors = _tensors(folder)
+    quantized = [name for name in tensors if name.endswith(".weight") and tensors[name].dtype == _FP8]
     names = {name.removesuffix(".weight") for name in quantized}
-    for name in where:
-        _check_auxiliary(name, names, reader, folder)
+    for name in tensors:
+        _check_auxiliary(name, names, tensors, folder)
     for key in sorted(quantized):
-        name = key.removesuffix(".weight")
-        shape = reader.shape(key)
-        if len(shape) != 2:
-            raise EagleError(f"{folder}: {key} is in FP8 with shape {list(shape)}, expected a matrix")
-        scale = reader.first(name, _WEIGHT_SCALES)
+        name, stored = key.removesuffix(".weight"), tensors[key]
+        if len(stored.shape) != 2:
+            raise EagleError(f"{folder}: {key} is in FP8 with shape {list(stored.shape)}, expected a matrix")
+        rows, columns = stored.shape
+        scale = _first(tensors, name, _WEIGHT_SCALES)
         if scale is None:
             raise EagleError(
                 f"{folder}: {key} is in FP8 without {name}.weight_scale", hint="download the model again"
             )
-        given = reader.first(name, _INPUT_SCALES)
+        given = _first(tensors, name, _INPUT_SCALES)
         if given is not None and given.numel() != 1:
             raise EagleError(f"{folder}: {name} has {given.numel()} input scales, expected one")
         input_scale = None if given is None else float(given.float())
         if input_scale is not None:
             check_positive({name: input_scale}, str(folder))
-        yield (
-            name,
-            StoredLayer(
-                where[key], name, (shape[0], shape[1]), _weight_scale(scale, shape[0], key), input_scale
-            ),
-        )
+        yield name, StoredLayer(stored, (rows, columns), _weight_scale(scale, rows, key), input_scale)
+
+
+def _first(tensors: Mapping[str, StoredTensor], layer: str, endings: tuple[str, ...]) -> Tensor | None:
+    found = (tensors[layer + ending] for ending in endings if layer + ending in tensors)
+    tensor = next(found, None)
+    return None if tensor is None else tensor.load()
 
 
 def _weight_scale(scale: Tensor, rows: int, key: str) -> Tensor:
@@ -207,43 +206,11 @@ def _weight_scale(scale: Tensor, rows: int, key: str) -> Tensor:
     return result
 
 
-def _check_auxiliary(name: str, layers: set[str], reader: _Reader, folder: Path) -> None:
+def _check_auxiliary(name: str, layers: set[str], tensors: Mapping[str, StoredTensor], folder: Path) -> None:
     if name.endswith((*_WEIGHT_SCALES, *_INPUT_SCALES)) and name.rpartition(".")[0] not in layers:
         raise EagleError(
             f"{folder}: {name} belongs to a weight that is not stored in FP8 E4M3",
             hint="the config and the weights are of different models; download it again",
         )
-    if name.endswith(_ZERO_POINTS) and bool((reader.tensor(name).float() != 0).any()):
+    if name.endswith(_ZERO_POINTS) and bool((tensors[name].load().float() != 0).any()):
         raise EagleError(f"{folder}: {name} is not zero; only symmetric FP8 is supported")
-
-
-class _Reader:
-    """Tensors and their headers by name, whatever file they are in."""
-
-    def __init__(self, where: Mapping[str, Path]) -> None:
-        self._where = where
-        self._headers: dict[Path, dict[str, Any]] = {}
-
-    def _header(self, name: str) -> dict[str, Any]:
-        path = self._where[name]
-        if path not in self._headers:
-            self._headers[path] = weights.read_header(path)
-        return self._headers[path][name]
-
-    def dtype(self, name: str) -> str:
-        return str(self._header(name)["dtype"])
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._header(name)["shape"])
-
-    def tensor(self, name: str) -> Tensor:
-        from safetensors import safe_open
-
-        with safe_open(self._where[name], framework="pt") as file:
-            return file.get_tensor(name)
-
-    def first(self, layer: str, endings: tuple[str, ...]) -> Tensor | None:
-        for ending in endings:
-            if layer + ending in self._where:
-                return self.tensor(layer + ending)
-        return None

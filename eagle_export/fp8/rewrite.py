@@ -12,7 +12,7 @@ reason a merged product (q, k, v; gate, up) shares one weight scale.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from eagle_export.fp8.scales import LARGEST
+from eagle_export.graphs.stream import Blocks, Rows, Streamed, largest, stream
 from eagle_run.errors import EagleError
 
 if TYPE_CHECKING:
@@ -114,13 +115,17 @@ class _Scope:
             raise EagleError(f"{weight.name} is {base}, expected a floating-point weight")
         if (x, scale) not in self.rows:
             self.rows[x, scale] = self._quantized_rows(node, x, scale, base)
+        name, factors = f"{weight.name}.fp8", f"{weight.name}.scale"
+        stored: ir.TensorProtocol
+        scales: ir.TensorProtocol
         if checkpoint is None:
-            stored, scales = _own_weight(weight)
+            stored = own = _OwnWeight(name, stream(weight.const_value))
+            scales = ir.LazyTensor(own.scale_tensor, ir.DataType.FLOAT, ir.Shape([]), name=factors)
         else:
-            stored, scales = _given_weight(weight, layers, checkpoint)
+            stored, scales = _given_weight(name, weight, layers, checkpoint)
         del self.model.graph.initializers[weight.name]
-        quantized = self._register(f"{weight.name}.fp8", stored)
-        factor = self._register(f"{weight.name}.scale", ir.tensor(scales))
+        quantized = self._register(name, stored)
+        factor = self._register(factors, scales)
         back = self._dequantize(node, "Weight", quantized, factor, base)
         node.replace_input_with(0, self.rows[x, scale])
         node.replace_input_with(1, back)
@@ -157,20 +162,35 @@ class _Scope:
         return value
 
 
-def _own_weight(weight: ir.Value) -> tuple[ir.TensorProtocol, np.ndarray]:
-    """The weight [K, N] as a lazy FP8 tensor, and its one scale, float32 []."""
-    source = weight.const_value
-    scale = weight_scale(_to_torch(source))
+class _OwnWeight(Blocks):
+    """A weight [K, N] that is quantised here while it is written, and its one scale."""
 
-    def compute() -> ir.TensorProtocol:
-        return _fp8_tensor(to_fp8(_to_torch(source), scale))
+    def __init__(self, name: str, source: Streamed) -> None:
+        super().__init__(name, torch.float8_e4m3fn, source.sizes)
+        self._source = source
+        self._scale: Tensor | None = None
 
-    return ir.LazyTensor(compute, dtype=_FP8, shape=source.shape, cache=False), scale.numpy()
+    def blocks(self) -> Iterator[Tensor]:
+        rows = self._source.open()
+        scale = self._found(rows)
+        for start, stop in self._source.steps():
+            yield to_fp8(rows(start, stop), scale)
+
+    def scale_tensor(self) -> ir.TensorProtocol:
+        """float32 []. It is known once the weight was written; asked for before, it reads the weight."""
+        scale = self._scale if self._scale is not None else self._found(self._source.open())
+        return ir.tensor(scale.numpy())
+
+    def _found(self, rows: Rows) -> Tensor:
+        if self._scale is None:
+            peaks = [largest(rows(start, stop)) for start, stop in self._source.steps()]
+            self._scale = weight_scale(torch.tensor(peaks))
+        return self._scale
 
 
 def _given_weight(
-    weight: ir.Value, layers: list[str], checkpoint: Checkpoint
-) -> tuple[ir.TensorProtocol, np.ndarray]:
+    name: str, weight: ir.Value, layers: list[str], checkpoint: Checkpoint
+) -> tuple[ir.TensorProtocol, ir.TensorProtocol]:
     """The checkpoint's own bytes, transposed and side by side, and their scales: float32 [] or [N]."""
     parts = [checkpoint.layers[layer] for layer in layers]
     expected = tuple(weight.const_value.shape)
@@ -179,11 +199,8 @@ def _given_weight(
         raise EagleError(f"{weight.name}: the checkpoint has {list(found)}, the graph {list(expected)}")
     columns = torch.cat([part.weight_scale.expand(part.shape[0]) for part in parts])  # [N]
     scales = columns[0] if bool((columns == columns[0]).all()) else columns
-
-    def compute() -> ir.TensorProtocol:
-        return _fp8_tensor(torch.cat([part.read().view(torch.uint8).T for part in parts], 1))  # [K, N]
-
-    return ir.LazyTensor(compute, dtype=_FP8, shape=ir.Shape(expected), cache=False), scales.numpy()
+    stored = Streamed(name, [(part.stored, (1, 0)) for part in parts], torch.float8_e4m3fn)  # [K, N]
+    return stored, ir.tensor(scales.numpy())
 
 
 def weight_scale(weight: Tensor) -> Tensor:
@@ -197,15 +214,3 @@ def weight_scale(weight: Tensor) -> Tensor:
 def to_fp8(x: Tensor, scale: Tensor | float) -> Tensor:
     """x / scale in float32, to the nearest FP8 number (ties to even); beyond the range, the largest."""
     return (x.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-
-
-def _to_torch(tensor: ir.TensorProtocol) -> Tensor:
-    array = tensor.numpy()
-    if tensor.dtype == ir.DataType.BFLOAT16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
-
-
-def _fp8_tensor(values: Tensor) -> ir.TensorProtocol:
-    array = values.contiguous().view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
-    return ir.tensor(array, dtype=_FP8)

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from eagle_export.graphs import passes
+from eagle_export.graphs.files import save
+from eagle_export.graphs.links import Links
 from eagle_export.graphs.ops import OPSET
+from eagle_export.graphs.stream import Weight
 from eagle_export.graphs.translation import TRANSLATION
 from eagle_run.backends.base import GraphSpec, TensorSpec
 from eagle_run.errors import EagleError, first_line
 
 DynamicAxes = Mapping[str, Mapping[int, str]]
 Rewrite = Callable[[Any], None]  # changes a cleaned onnx_ir.Model in place, before it is written
+
+
+class Options(TypedDict, total=False):
+    """Options of every export; see `export_graph`."""
+
+    rewrite: Rewrite | None
+    weights: Mapping[str, Weight] | None
+    links: Links | None
 
 
 def export_graph(
@@ -33,6 +43,8 @@ def export_graph(
     name: str,
     prefix: str = "",
     rewrite: Rewrite | None = None,
+    weights: Mapping[str, Weight] | None = None,
+    links: Links | None = None,
 ) -> GraphSpec:
     """Trace `module` and write `path` plus `<name>.onnx.data` beside it (mode 0644).
 
@@ -44,15 +56,27 @@ def export_graph(
     prefix: what to drop from the front of the module's parameter names, so that weights in the file are
     called as in the checkpoint.
     rewrite: a last change of the graph that leaves its signature as it is, such as quantisation.
+    weights: what belongs in the parameters of a `module` on the meta device, by name without `prefix`; they
+    are read one at a time as they are written.
+    links: which weights stay in the files where they are (see `Links`).
 
     Returns the graph's signature. Raises EagleError when the module cannot be traced with these shapes; then
     neither file is left behind.
     """
     model = _trace(module, inputs, dynamic, name)
-    passes.clean(model, list(inputs), outputs, dynamic, name=name, prefix=f"module.{prefix}")
+    passes.clean(
+        model,
+        list(inputs),
+        outputs,
+        dynamic,
+        name=name,
+        prefix=f"module.{prefix}",
+        weights=weights,
+        linked=None if links is None else links.take,
+    )
     if rewrite is not None:
         rewrite(model)
-    _save(model, path, f"{name}.onnx.data")
+    save(model, path, f"{name}.onnx.data", links)
     return GraphSpec(
         name=name,
         inputs=tuple(_spec(value) for value in model.graph.inputs),
@@ -61,7 +85,7 @@ def export_graph(
 
 
 def export_as(
-    expected: GraphSpec, module: nn.Module, path: Path, *, prefix: str = "", rewrite: Rewrite | None = None
+    expected: GraphSpec, module: nn.Module, path: Path, *, prefix: str = "", **options: Unpack[Options]
 ) -> GraphSpec:
     """`export_graph` with names, dynamic axes and example sizes from the signature that the graph must have.
 
@@ -73,9 +97,7 @@ def export_as(
     }
     outputs = [tensor.name for tensor in expected.outputs]
     inputs = example_inputs(expected, next(module.parameters()).device)
-    spec = export_graph(
-        module, inputs, outputs, dynamic, path, name=expected.name, prefix=prefix, rewrite=rewrite
-    )
+    spec = export_graph(module, inputs, outputs, dynamic, path, name=expected.name, prefix=prefix, **options)
     if spec != expected:
         raise EagleError(f"the traced {expected.name} has the signature {spec}, expected {expected}")
     return spec
@@ -180,22 +202,6 @@ def _quiet() -> Iterator[None]:
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
-
-
-def _save(model: Any, path: Path, data_name: str) -> None:
-    import onnx_ir
-
-    data = path.parent / data_name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        onnx_ir.save(model, path, external_data=data_name)
-        for file in (path, data):
-            if file.exists():  # a graph without large weights has no data file
-                os.chmod(file, 0o644)
-    except BaseException:
-        path.unlink(missing_ok=True)
-        data.unlink(missing_ok=True)
-        raise
 
 
 def _spec(value: Any) -> TensorSpec:

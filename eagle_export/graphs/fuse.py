@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Unpack
 
-from eagle_export.graphs.export import Rewrite, export_as
+from eagle_export.graphs.export import Options, export_as
 from eagle_export.graphs.specs import fuse_spec
 from eagle_export.models.head import Fuse
 from eagle_run.backends.base import GraphSpec
 
 
-def export_fuse(fuse: Fuse, path: Path, *, rewrite: Rewrite | None = None) -> GraphSpec:
+def export_fuse(fuse: Fuse, path: Path, **options: Unpack[Options]) -> GraphSpec:
     """Trace `fuse` and write fuse.onnx at `path`, its weights in fuse.onnx.data beside it.
 
     features [B, T, n*H] -> hidden [B, T, Hd], both in the dtype of the weights; B and T stay dynamic. Raises
     EagleError when it cannot be traced.
     """
-    return export_as(fuse_spec(fuse), fuse, path, rewrite=rewrite)
+    return export_as(fuse_spec(fuse), fuse, path, **options)

@@ -48,6 +48,36 @@ def attention_bias(tree_mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor
     return bias.repeat(1, 1, groups, 1)
 
 
+def attention_with_sinks(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tree_mask: Tensor, *, sinks: Tensor, scale: float
+) -> Tensor:
+    """`attention` in which each query head may also attend to nothing, with the logit `sinks` [Hq].
+
+    A sink takes its share of the softmax and adds no value. Standard Attention has none, so this is written
+    out: products, exponents and sums in float32. A row that sees no key gives 0.
+    """
+    if tree_mask.dtype != torch.bool:  # what `attention_bias` made of the mask
+        tree_mask = tree_mask[:, :, : q.shape[2]] == 0
+    if torch.compiler.is_exporting():
+        return torch.ops.eagle_export.attention_with_sinks(q * scale, k_cache, v_cache, tree_mask, sinks)
+    return _attention_with_sinks(q * scale, k_cache, v_cache, tree_mask, sinks)
+
+
+def narrow_mask(tree_mask: Tensor, position_ids: Tensor, write_index: Tensor, kind: str, span: int) -> Tensor:
+    """The tree mask for a layer that looks back less far: bool [B, 1, T, KV] -> bool [B, 1, T, KV].
+
+    kind "window": a row at position p sees positions above p - span. "chunk": those with the same
+    position // span. position_ids int64 [B, T], write_index int64 [B].
+
+    Column j of the cache holds position j where it was written before (j < write_index), and the position of
+    row j - write_index where this forward writes it. A row that would see nothing (a padded one) keeps what
+    the tree mask shows it.
+    """
+    if torch.compiler.is_exporting():
+        return torch.ops.eagle_export.narrow_mask(tree_mask, position_ids, write_index, kind, span)
+    return _narrow_mask(tree_mask, position_ids, write_index, kind, span)
+
+
 def cache_update(cache: Tensor, new: Tensor, write_index: Tensor) -> Tensor:
     """Write T new rows into the cache of each sequence, from row `write_index` on.
 
@@ -75,16 +105,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _rms_norm(x, weight, eps)
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Rotate the two halves of each head ("rotate-half" order, as Transformers and ONNX `interleaved=0`).
 
     x [B, h, T, Dh], cos and sin [B, T, R/2] with even R <= Dh -> [B, h, T, Dh]. Channels from R on stay as
-    they are.
+    they are. `interleaved`: pairs are neighbouring channels (as complex numbers are stored), and R = Dh.
     """
     if cos.dtype != x.dtype:
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     if torch.compiler.is_exporting():
-        return torch.ops.eagle_export.rotary(x, cos, sin)
+        traced = torch.ops.eagle_export
+        return traced.rotary_pairs(x, cos, sin) if interleaved else traced.rotary(x, cos, sin)
+    if interleaved:
+        return _rotary_pairs(x, cos, sin)
     if x.is_cuda and 2 * cos.shape[-1] == x.shape[-1]:
         return _rotary_in_place(x, cos, sin)
     return _rotary(x, cos, sin)
@@ -132,6 +165,36 @@ def _attention_folded(q: Tensor, k_cache: Tensor, v_cache: Tensor, bias: Tensor,
     return apart.flatten(2, 3).transpose(1, 2)  # [B, Hq, T, Dh]
 
 
+def _attention_with_sinks(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tree_mask: Tensor, sinks: Tensor
+) -> Tensor:
+    kv, rows, groups = tree_mask.shape[3], q.shape[2], k_cache.shape[1]
+    folded = q.float().unflatten(1, (groups, -1)).flatten(2, 3)  # [B, Hkv, G * T, Dh]: keys are read once
+    scores = folded @ k_cache[:, :, :kv].float().transpose(2, 3)  # [B, Hkv, G * T, KV]
+    scores = scores.unflatten(2, (-1, rows)).flatten(1, 2)  # [B, Hq, T, KV]
+    scores = scores.masked_fill(~tree_mask, -torch.inf)
+    sink = sinks.float()[None, :, None, None]  # [1, Hq, 1, 1]
+    top = torch.maximum(scores.amax(-1, keepdim=True), sink)  # [B, Hq, T, 1]
+    shares = (scores - top).exp()
+    total = shares.sum(-1, keepdim=True) + (sink - top).exp()
+    folded = shares.unflatten(1, (groups, -1)).flatten(2, 3) @ v_cache[:, :, :kv].float()
+    out = folded.unflatten(2, (-1, rows)).flatten(1, 2)  # [B, Hq, T, Dh]
+    return (out / total).to(q.dtype)
+
+
+def _narrow_mask(
+    tree_mask: Tensor, position_ids: Tensor, write_index: Tensor, kind: str, span: int
+) -> Tensor:
+    columns = torch.arange(tree_mask.shape[3], device=tree_mask.device)[None]  # [1, KV]
+    row = columns - write_index[:, None]  # [B, KV]: the row of this forward that a column holds
+    new = position_ids.gather(1, row.clamp(0, position_ids.shape[1] - 1))  # [B, KV]
+    held = torch.where(row < 0, columns, new)[:, None, None]  # [B, 1, 1, KV]
+    own = position_ids[:, None, :, None]  # [B, 1, T, 1]
+    near = own - held < span if kind == "window" else own // span == held // span  # [B, 1, T, KV]
+    blind = ~(tree_mask & near).any(-1, keepdim=True)  # [B, 1, T, 1]
+    return tree_mask & (near | blind)
+
+
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -143,6 +206,12 @@ def _rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos[:, None], sin[:, None]  # [B, 1, T, R/2]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def _rotary_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos[:, None], sin[:, None]  # [B, 1, T, Dh/2]
+    first, second = x[..., ::2], x[..., 1::2]
+    return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
 
 
 def _rotary_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -187,8 +256,19 @@ _define(
     lambda cache, new, index: cache_update(cache.clone(), new, index),
     _like_first,
 )
+_define(
+    "attention_with_sinks(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor sinks) -> Tensor",
+    lambda *args: _attention_with_sinks(*args).contiguous(),
+    _like_first,
+)
+_define(
+    "narrow_mask(Tensor mask, Tensor position_ids, Tensor write_index, str kind, int span) -> Tensor",
+    _narrow_mask,
+    _like_first,
+)
 _define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _rms_norm, _like_first)
 _define("rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor", _rotary, _like_first)
+_define("rotary_pairs(Tensor x, Tensor cos, Tensor sin) -> Tensor", _rotary_pairs, _like_first)
 _define(
     "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     F.linear,

@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
+from eagle_export.graphs.stream import TORCH_DTYPES, Streamed, Weight, bind, stream
 from eagle_run.errors import EagleError
 
 _SCOPES = "pkg.torch.onnx.name_scopes"  # where the exporter notes the modules around a node, outermost first
@@ -36,16 +37,20 @@ def clean(
     *,
     name: str,
     prefix: str = "",
+    weights: Mapping[str, Weight] | None = None,
+    linked: Callable[[ir.Value], bool] | None = None,
 ) -> None:
     """Everything that each graph goes through after tracing, in order. In place.
 
-    `prefix` is dropped from the names of weights.
+    `prefix` is dropped from the names of weights. Where the trace was of a model without weights, `weights`
+    has them, by what remains of the name. `linked`: as for `transpose_weights`.
     """
     for value in list(model.graph.initializers.values()):
         value.name = (value.name or "").removeprefix(prefix)
+    bind(model, weights or {})
     name_signature(model, inputs, outputs, dynamic)
     constant_reshapes(model)
-    transpose_weights(model)
+    transpose_weights(model, linked)
     common.IdentityEliminationPass()(model)
     common.CommonSubexpressionEliminationPass()(model)
     merge_products(model)
@@ -129,24 +134,22 @@ def constant_reshapes(model: ir.Model) -> None:
         node.attributes["allowzero"] = ir.AttrInt64("allowzero", 0)
 
 
-def transpose_weights(model: ir.Model) -> None:
+def transpose_weights(model: ir.Model, linked: Callable[[ir.Value], bool] | None = None) -> None:
     """Store a weight transposed where only one Transpose reads it.
 
     A weight that something else reads too (an embedding tied to lm_head) keeps its Transpose, so that the
-    file holds it once; runtimes fold that one when they load the graph.
+    file holds it once; so does one that is `linked`, whose bytes stay as they are where they are.
+    Runtimes fold those when they load the graph.
     """
     graph = model.graph
     for node in list(graph):
         source = node.inputs[0] if node.op_type == "Transpose" else None
         if source is None or not source.is_initializer() or len(source.uses()) != 1:
             continue
-        tensor, perm = source.const_value, tuple(node.attributes["perm"].as_ints())
-        shape = [int(_shape(source)[axis]) for axis in perm]
-
-        def compute(tensor: ir.TensorProtocol = tensor, perm: tuple[int, ...] = perm) -> ir.TensorProtocol:
-            return ir.tensor(np.ascontiguousarray(tensor.numpy().transpose(perm)), dtype=tensor.dtype)
-
-        weight = _lazy_initializer(model, f"{source.name}.T", tensor.dtype, shape, compute)
+        if linked is not None and linked(source):
+            continue
+        axes = tuple(node.attributes["perm"].as_ints())
+        weight = _register(model, stream(source.const_value).permuted(f"{source.name}.T", axes))
         node.outputs[0].replace_all_uses_with(weight)
         graph.remove(node, safe=True)
         del graph.initializers[source.name]
@@ -173,13 +176,11 @@ def _merge(model: ir.Model, rows: ir.Value, nodes: Sequence[ir.Node]) -> None:
     weights = [node.inputs[1] for node in nodes]
     tensors = [weight.const_value for weight in weights]
     widths = [int(tensor.shape[1]) for tensor in tensors]
-    dtype, depth = tensors[0].dtype, int(tensors[0].shape[0])
+    dtype = tensors[0].dtype
 
-    def compute() -> ir.TensorProtocol:
-        return ir.tensor(np.concatenate([tensor.numpy() for tensor in tensors], axis=1), dtype=dtype)
-
+    parts = [part for tensor in tensors for part in stream(tensor).parts]
     name = "+".join(weight.name for weight in weights)
-    joined = _lazy_initializer(model, name, dtype, [depth, sum(widths)], compute)
+    joined = _register(model, Streamed(name, parts, TORCH_DTYPES[dtype]))
     key = "widths_" + "_".join(map(str, widths))
     sizes = model.graph.initializers.get(key) or _initializer(model, key, np.array(widths, np.int64))
     scope = _joined_scope([_scope(node) for node in nodes])
@@ -219,23 +220,16 @@ def _copied_size(source: ir.Shape, axis: int, dim: int | ir.SymbolicDim) -> int 
 
 
 def _initializer(model: ir.Model, name: str, array: np.ndarray) -> ir.Value:
-    tensor = ir.tensor(array, name=name)
-    value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
-    model.graph.register_initializer(value)
-    return value
+    return _register(model, ir.tensor(array, name=name))
 
 
-def _lazy_initializer(
-    model: ir.Model,
-    name: str,
-    dtype: ir.DataType,
-    shape: Sequence[int],
-    compute: Callable[[], ir.TensorProtocol],
-) -> ir.Value:
-    """A weight that is computed when it is written and then forgotten: memory holds one at a time."""
-    sizes = ir.Shape(shape)
-    tensor = ir.LazyTensor(compute, dtype=dtype, shape=sizes, name=name, cache=False)
-    value = ir.Value(name=name, shape=sizes, type=ir.TensorType(dtype), const_value=tensor)
+def _register(model: ir.Model, tensor: ir.TensorProtocol) -> ir.Value:
+    value = ir.Value(
+        name=tensor.name,
+        shape=ir.Shape(tensor.shape),
+        type=ir.TensorType(tensor.dtype),
+        const_value=tensor,
+    )
     model.graph.register_initializer(value)
     return value
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Unpack
 
-from eagle_export.graphs.export import Rewrite, export_as
+from eagle_export.graphs.export import Options, export_as
 from eagle_export.graphs.specs import target_spec
 from eagle_export.models.target import TargetModule
 from eagle_run.backends.base import GraphSpec
 
 
 def export_target(
-    module: TargetModule, path: Path, *, cache_rows: int, rewrite: Rewrite | None = None
+    module: TargetModule, path: Path, *, cache_rows: int, **options: Unpack[Options]
 ) -> GraphSpec:
     """Trace `module` and write target.onnx at `path`, its weights in target.onnx.data beside it.
 
@@ -19,4 +20,4 @@ def export_target(
     and one padded tree. B, T, R and KV stay dynamic. Caches and features have the dtype of the module's
     weights. Raises EagleError when the model cannot be traced.
     """
-    return export_as(target_spec(module, cache_rows), module, path, prefix="model.", rewrite=rewrite)
+    return export_as(target_spec(module, cache_rows), module, path, prefix="model.", **options)

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eagle_export.heads import safeai, specforge
-from eagle_export.heads.spec import Config, Dialect, HeadSpec, TargetSizes, Tensors, expected_shapes
+from eagle_export.head_settings import UNSAID, HeadSettings
+from eagle_export.heads import names, safeai
+from eagle_export.heads.detect import DIALECTS, detect_dialect
+from eagle_export.heads.spec import HeadSpec, TargetSizes, Tensors, expected_shapes
+from eagle_export.stored import all_finite, marked
 from eagle_run.errors import EagleError, first_line
 
-DIALECTS: dict[str, Dialect] = {"safeai": safeai.read, "specforge": specforge.read}
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -31,6 +32,7 @@ class LoadedHead:
     tensors          canonical name -> tensor in the checkpoint's dtype, exactly `expected_shapes(spec)`.
     draft_to_target  int64 [Vd]: target vocabulary id of each draft vocabulary id.
     sha256           file name -> hex digest, of every file that was read.
+    settings         what a person or a recipe said about it.
     """
 
     folder: Path
@@ -38,69 +40,29 @@ class LoadedHead:
     tensors: Tensors
     draft_to_target: Tensor
     sha256: dict[str, str]
+    settings: HeadSettings = UNSAID
 
 
-def load_head(
-    folder: Path,
-    target: TargetSizes,
-    *,
-    layer_ids: tuple[int, ...] | None = None,
-    rope_theta: float | None = None,
-) -> LoadedHead:
+def load_head(folder: Path, target: TargetSizes, said: HeadSettings = UNSAID) -> LoadedHead:
     """Read a head (config.json and model.safetensors or pytorch_model.bin, whole or in shards).
 
-    layer_ids: indices into Transformers' `hidden_states`, overriding those of the checkpoint and the default
-    (2, L//2, L-3). rope_theta: overrides config.json's; some public heads state their target's base there
-    although their trainer used 10000.
-
-    Raises EagleError when files are missing or damaged, tensors are missing, left over, misshapen or not
-    finite, a flag cannot be honoured, the vocabulary map is broken, or the head is of another target.
+    `said` overrides what the checkpoint says of itself, or leaves to defaults. Raises EagleError when files
+    are missing or damaged, tensors are missing, left over, misshapen or not finite, a flag cannot be
+    honoured, the vocabulary map is broken, or the head is of another target.
     """
     folder = Path(folder)
     config = _read_json(folder / "config.json")
     tensors, files = _read_weights(folder)
-    tensors = {name: t for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    tensors = names.canonical(tensors)
     spec, tensors = DIALECTS[detect_dialect(config, tensors)](config, tensors, target)
     offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    if layer_ids is not None:
-        spec = replace(spec, feature_layers=tuple(layer_ids))
-    if rope_theta is not None:
-        spec = replace(spec, rope_theta=float(rope_theta))
+    spec = said.apply(spec)
     _check_target(spec, target)
-    _check_layers(spec, target, tensors, chosen=layer_ids is not None)
+    _check_layers(spec, target, tensors, chosen=said.layer_ids is not None)
     _check_tensors(spec, tensors)
     draft_to_target = _vocabulary_map(spec, offsets, mask)
     digests = {path.name: _sha256(path) for path in (folder / "config.json", *files)}
-    return LoadedHead(folder, spec, tensors, draft_to_target, digests)
-
-
-def detect_dialect(config: Config, names: Iterable[str]) -> str:
-    """Which reader a checkpoint needs: a key of DIALECTS. Raises EagleError for what none of them reads."""
-    names = set(names)
-    for key in ("speculators_model_type", "speculators_config", "transformer_layer_config"):
-        if key in config:
-            raise EagleError(
-                f"this is a head in the speculators format (config.json has {key}), which is not read yet",
-                hint="use the SafeAILab or SpecForge checkpoint of the head",
-            )
-    if "layers.0.hidden_norm.weight" in names:
-        raise EagleError(
-            "this is a head in the ModelOpt format (EAGLE-3 with layers.0.* instead of midlayer.*), "
-            "which is not read yet",
-            hint="use the SafeAILab or SpecForge checkpoint of the head",
-        )
-    if any(name.startswith("midlayer.") for name in names):
-        architectures = [str(name) for name in config.get("architectures") or ()]
-        flagged = any(config.get(key) for key in (*specforge.FLAGS, specforge.IDS, "eagle_config"))
-        return "specforge" if flagged or any(a.endswith("LMEagle3") for a in architectures) else "safeai"
-    if any(name.startswith("layers.0.") for name in names) and "fc.weight" in names:
-        return "safeai"
-    found = ", ".join(sorted(names)[:4]) or "none"
-    raise EagleError(
-        f"this is not an EAGLE head: neither midlayer.* (EAGLE-3) nor fc.weight and layers.0.* (EAGLE-1) "
-        f"among its {len(names)} tensors (found {found}{', ...' if len(names) > 4 else ''})",
-        hint="--head wants the folder of a head, not of a target",
-    )
+    return LoadedHead(folder, spec, tensors, draft_to_target, digests, said)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -153,7 +115,7 @@ def _read_file(path: Path) -> Tensors:
 
     try:
         if path.suffix == ".safetensors":
-            return load_file(path)
+            return marked(load_file(path), path)
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise EagleError(f"{path} is missing", hint="download the whole folder of the head") from None
@@ -168,7 +130,7 @@ def _read_file(path: Path) -> Tensors:
 
 
 def _check_target(spec: HeadSpec, target: TargetSizes) -> None:
-    wanted = spec.hidden_size if spec.algorithm == "eagle1" else spec.target_hidden_size
+    wanted = spec.target_hidden_size if spec.has_fuse else spec.hidden_size
     if wanted != target.hidden_size:
         raise EagleError(
             f"the head was made for a target with hidden size {wanted}, this target has {target.hidden_size}",
@@ -192,10 +154,12 @@ def _check_target(spec: HeadSpec, target: TargetSizes) -> None:
 
 def _check_layers(spec: HeadSpec, target: TargetSizes, tensors: Tensors, *, chosen: bool) -> None:
     ids, layers = spec.feature_layers, target.layers
-    if spec.algorithm == "eagle1":
+    if spec.algorithm == "eagle1" or not spec.has_fc:
         if ids != (layers,):
+            kind = "an EAGLE-1 head" if spec.algorithm == "eagle1" else "a head without fc"
             raise EagleError(
-                f"layer ids {list(ids)} for an EAGLE-1 head: it takes the last hidden state only, [{layers}]"
+                f"layer ids {list(ids)} for {kind}: it takes the last hidden state only, [{layers}]",
+                hint="leave out --layer-ids",
             )
         return
     # Only a person can mean id L, the last layer after the final norm: in every numbering that a checkpoint
@@ -204,7 +168,7 @@ def _check_layers(spec: HeadSpec, target: TargetSizes, tensors: Tensors, *, chos
     if list(ids) != sorted(set(ids)) or not all(0 <= i <= last for i in ids):
         raise EagleError(
             f"layer ids {list(ids)} do not fit a target of {layers} layers: ascending numbers from 0 to "
-            f"{last} are expected",
+            f"{last} are expected{_raw_last(ids, layers)}",
             hint="where the head names none they are 2, L//2 and L-3; name others with --layer-ids, as "
             "indices into Transformers' hidden_states",
         )
@@ -217,14 +181,23 @@ def _check_layers(spec: HeadSpec, target: TargetSizes, tensors: Tensors, *, chos
         )
 
 
+def _raw_last(ids: tuple[int, ...], layers: int) -> str:
+    if not ids or ids[-1] != layers:
+        return ""
+    return f"; {layers} is the output of the last layer without the final norm, which no graph gives"
+
+
 def _check_tensors(spec: HeadSpec, tensors: Tensors) -> None:
     shapes = expected_shapes(spec)
     absent, extra = sorted(set(shapes) - set(tensors)), sorted(set(tensors) - set(shapes))
     if absent:
-        raise safeai.missing(absent, f"an {spec.algorithm} head of this kind has it")
+        raise safeai.missing(
+            names.as_written(absent, spec), f"{spec.algorithm} heads of the {spec.dialect} kind have it"
+        )
     if extra:
         raise EagleError(
-            f"the head's checkpoint has tensors that nothing uses: {', '.join(extra)}",
+            "the head's checkpoint has tensors that nothing uses: "
+            f"{safeai.listed(names.as_written(extra, spec))}",
             hint="either the head is of a kind that is not supported, or config.json lacks a flag for them",
         )
     for name, shape in shapes.items():
@@ -240,7 +213,7 @@ def _check_tensors(spec: HeadSpec, tensors: Tensors) -> None:
                 "bfloat16 is expected",
                 hint="use the checkpoint that is not quantised",
             )
-        if not torch.isfinite(tensor).all():
+        if not all_finite(tensor):
             raise EagleError(f"{name} of the head holds values that are not finite numbers")
 
 

@@ -7,7 +7,7 @@ Read from the reference implementation, SafeAILab/EAGLE `eagle/model/cnets.py` (
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from eagle_export.heads.spec import Config, HeadSpec, TargetSizes, Tensors, default_feature_layers
@@ -23,7 +23,8 @@ _HARMLESS = """
 _READ = """
     attention_bias bias draft_vocab_size head_dim hidden_act hidden_size intermediate_size layer_types
     max_position_embeddings mlp_bias num_attention_heads num_key_value_heads qkv_bias rms_norm_eps
-    rope_parameters rope_scaling rope_theta sliding_window target_hidden_size use_sliding_window vocab_size
+    rope_parameters rope_scaling rope_theta sliding_window target_hidden_size truncated_vocab_size
+    use_sliding_window vocab_size
 """
 HARMLESS, READ = frozenset(_HARMLESS.split()), frozenset(_READ.split())
 ROPE_TYPES = {  # with the numbers that each one needs
@@ -31,6 +32,7 @@ ROPE_TYPES = {  # with the numbers that each one needs
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
+_MOST = 1e18  # of any number in a config.json: beyond it, floats and tensors run out
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
 
@@ -51,12 +53,13 @@ def base_spec(config: Config, tensors: Tensors, target: TargetSizes, *, dialect:
     first = "midlayer." if eagle3 else "layers.0."
     hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
     vocab = integer(config, "vocab_size")
+    drafted = integer(config, "draft_vocab_size", integer(config, "truncated_vocab_size", vocab))
     theta, scaling = rope(config)
     refuse_windows_and_biases(config)
     spec = HeadSpec(
         algorithm="eagle3" if eagle3 else "eagle1",
         dialect=dialect,
-        layers=1 if eagle3 else count_layers(tensors),
+        layers=count_layers(tensors),
         hidden_size=hidden,
         target_hidden_size=integer(config, "target_hidden_size", hidden),
         heads=heads,
@@ -66,7 +69,7 @@ def base_spec(config: Config, tensors: Tensors, target: TargetSizes, *, dialect:
         act=activation(config),
         rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
         vocab_size=vocab,
-        draft_vocab_size=integer(config, "draft_vocab_size", vocab) if eagle3 else vocab,
+        draft_vocab_size=drafted if eagle3 else vocab,
         feature_layers=default_feature_layers(target.layers) if eagle3 else (target.layers,),
         max_positions=integer(config, "max_position_embeddings", 2048),
         rope_theta=theta,
@@ -91,9 +94,15 @@ def base_spec(config: Config, tensors: Tensors, target: TargetSizes, *, dialect:
 def missing(names: Iterable[str], reason: str) -> EagleError:
     """The error for tensors that a checkpoint of its kind must have."""
     return EagleError(
-        f"the head's checkpoint has no {', '.join(sorted(names))} ({reason})",
+        f"the head's checkpoint has no {listed(sorted(names))} ({reason})",
         hint="the file is incomplete, or config.json describes another head",
     )
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names with commas between them, the first ones where there are many."""
+    more = f" and {len(names) - 6} more" if len(names) > 7 else ""
+    return ", ".join(names[:6] if more else names) + more
 
 
 def refuse_unknown(config: Config, known: frozenset[str]) -> None:
@@ -111,7 +120,7 @@ def integer(config: Config, key: str, default: int | None = None) -> int:
     """A positive whole number from config.json; null counts as absent."""
     value = config.get(key)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+    if not isinstance(value, int) or not _positive(value):
         found = "nothing" if key not in config else repr(config[key])
         raise EagleError(f"config.json of the head: {key} must be a positive whole number, found {found}")
     return value
@@ -121,9 +130,13 @@ def number(config: Config, key: str, default: float) -> float:
     """A positive number from config.json; null counts as absent."""
     value = config.get(key)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+    if not _positive(value):
         raise EagleError(f"config.json of the head: {key} must be a positive number, found {config[key]!r}")
     return float(value)
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < _MOST
 
 
 def activation(config: Config) -> str:
@@ -148,15 +161,21 @@ def rope(config: Config) -> tuple[float, dict[str, Any]]:
         raise EagleError("config.json of the head: partial_rotary_factor other than 1 is not supported")
     if kind in (None, "default"):
         return theta, {}
-    if kind not in ROPE_TYPES:
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
         raise EagleError(
             f"config.json of the head: RoPE type {kind!r} is not supported; expected default, "
             f"{', '.join(ROPE_TYPES)}",
             hint="a RoPE whose frequencies depend on the length or on images does not fit one static graph",
         )
     for key in ROPE_TYPES[kind]:
-        if isinstance(scaling.get(key), bool) or not isinstance(scaling.get(key), (int, float)):
-            raise EagleError(f"config.json of the head: RoPE type {kind!r} needs a number {key}, found none")
+        if not _positive(scaling.get(key)):
+            raise EagleError(
+                f"config.json of the head: RoPE type {kind!r} needs a number {key}, found "
+                f"{repr(scaling[key]) if key in scaling else 'none'}"
+            )
+    for key, value in scaling.items():
+        if value is not None and value != 0 and not isinstance(value, bool) and not _positive(value):
+            raise EagleError(f"config.json of the head: {key} of RoPE must be a number, found {value!r}")
     return theta, {"rope_type": kind, **scaling}
 
 
@@ -180,22 +199,25 @@ def head_dim(config: Config, tensors: Tensors, first: str, heads: int) -> int:
 
 def count_layers(tensors: Tensors) -> int:
     """From the names: config.json of some public heads still holds the target's number of layers."""
-    numbers = [re.match(r"layers\.(\d+)\.", name) for name in tensors]
-    return 1 + max(int(found[1]) for found in numbers if found)
+    numbers = [re.match(r"layers\.(\d{1,3})\.", name) for name in tensors]
+    return 1 + max((int(found[1]) for found in numbers if found), default=0)
 
 
 def refuse_windows_and_biases(config: Config) -> None:
-    window = config.get("sliding_window")
-    if window and config.get("use_sliding_window") is not False:
-        positions = config.get("max_position_embeddings") or 2048
+    if config.get("sliding_window") and config.get("use_sliding_window") is not False:
+        window = integer(config, "sliding_window")
+        positions = integer(config, "max_position_embeddings", 2048)
         if window < positions or config.get("use_sliding_window"):
             raise EagleError(
                 f"config.json of the head: sliding-window attention ({window} of {positions} positions) "
                 "is not supported",
                 hint="if the head was trained with full attention, set use_sliding_window: false",
             )
-    other = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list):
+        raise EagleError(f"config.json of the head: layer_types must be a list, found {kinds!r}")
+    other = sorted({repr(kind) for kind in kinds} - {"'full_attention'"})
     if other:
-        raise EagleError(f"config.json of the head: layer_types {', '.join(map(repr, other))} not supported")
+        raise EagleError(f"config.json of the head: layer_types {', '.join(other)} not supported")
     if config.get("mlp_bias"):
         raise EagleError("config.json of the head: mlp_bias: true is not supported")

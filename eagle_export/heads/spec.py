@@ -34,10 +34,15 @@ class HeadSpec:
 
     algorithm    "eagle3" (fuse + midlayer, own lm_head) or "eagle1" (fc in the draft, the target's lm_head;
                  EAGLE-2 has the same weights).
+    layers       of the draft; those behind EAGLE-3's first one are plain ones.
+    has_fc       EAGLE-3 only: features are fused by fc. Without it there is one feature, the target's last
+                 hidden state after its final norm, which enters the draft as it is.
     norm_before_residual   the layer's residual is hidden_norm(hidden) instead of hidden.
     norm_output            the hidden fed back to the draft is the one after `norm` (EAGLE-3.1).
     norm_before_fc         one RMS norm over the concatenated features before fc.
     fc_norm                one RMS norm per feature before fc (EAGLE-3.1).
+    norm_hidden_twice      hidden passes input_layernorm, then hidden_norm (so computes ModelOpt's trainer for
+                           Hugging Face models, and no inference engine).
     """
 
     algorithm: str
@@ -66,11 +71,13 @@ class HeadSpec:
     norm_output: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
+    norm_hidden_twice: bool = False
+    has_fc: bool = True
 
     @property
     def has_fuse(self) -> bool:
         """Whether target features pass through a graph of their own before they reach the draft."""
-        return self.algorithm == "eagle3"
+        return self.algorithm == "eagle3" and self.has_fc
 
     @property
     def own_lm_head(self) -> bool:
@@ -104,18 +111,27 @@ def expected_shapes(spec: HeadSpec) -> dict[str, tuple[int, ...]]:
                 norms.append("input_layernorm")
             shapes |= _layer_shapes(spec, f"layers.{i}.", width, norms)
     else:
-        shapes["fc.weight"] = (width, spec.feature_width)
-        if spec.norm_before_fc:
-            shapes["input_norm.weight"] = (spec.feature_width,)
-        if spec.fc_norm:
-            for i in range(len(spec.feature_layers)):
-                shapes[f"fc_norm.{i}.weight"] = (spec.target_hidden_size,)
-        norms = ["input_layernorm", "hidden_norm", "post_attention_layernorm"]
-        shapes |= _layer_shapes(spec, "midlayer.", 2 * width, norms)
+        shapes |= _fuse_shapes(spec)
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        shapes |= _layer_shapes(spec, "midlayer.", 2 * width, [*norms, "hidden_norm"])
+        for i in range(1, spec.layers):
+            shapes |= _layer_shapes(spec, f"layers.{i}.", width, norms)
         shapes["norm.weight"] = (width,)
         shapes["lm_head.weight"] = (spec.draft_vocab_size, width)
     if spec.fc_bias:
         shapes["fc.bias"] = (width,)
+    return shapes
+
+
+def _fuse_shapes(spec: HeadSpec) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    if spec.has_fc:
+        shapes["fc.weight"] = (spec.hidden_size, spec.feature_width)
+    if spec.norm_before_fc:
+        shapes["input_norm.weight"] = (spec.feature_width,)
+    if spec.fc_norm:
+        for i in range(len(spec.feature_layers)):
+            shapes[f"fc_norm.{i}.weight"] = (spec.target_hidden_size,)
     return shapes
 
 

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from eagle_export.files import whole_file
 from eagle_export.heads.spec import HeadSpec, default_feature_layers, expected_shapes
-from eagle_export.heads.specforge import IDS
+from eagle_export.heads.specforge import FLAGS, IDS
 from eagle_run.errors import EagleError
 
 _TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-_NORMS = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
 
 
 def write_head(
@@ -97,8 +96,10 @@ def head_config(
     config["draft_vocab_size"] = spec.draft_vocab_size
     if spec.target_hidden_size != spec.hidden_size:
         config["target_hidden_size"] = spec.target_hidden_size
-    config |= {flag: True for flag in _NORMS if getattr(spec, flag)}
-    if spec.feature_layers == default_feature_layers(target_layers):
+    config |= {flag: True for flag in FLAGS if getattr(spec, flag)}
+    if not spec.has_fc:
+        config["eagle_config"] = {"use_aux_hidden_state": False}
+    elif spec.feature_layers == default_feature_layers(target_layers):
         # Numbers of layer outputs, where SpecForge and SGLang look for them.
         outputs = [layer - 1 for layer in spec.feature_layers]
         config["eagle_config"] = {IDS: outputs, "use_aux_hidden_state": True}

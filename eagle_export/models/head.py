@@ -141,15 +141,16 @@ class MidLayer(Layer):
         self.input_layernorm = RmsNorm(spec.hidden_size, spec.rms_norm_eps)
         self.hidden_norm = RmsNorm(spec.hidden_size, spec.rms_norm_eps)
         self.norm_before_residual = spec.norm_before_residual
+        self.norm_hidden_twice = spec.norm_hidden_twice
 
     def forward(self, embedded: Tensor, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        normed = self.hidden_norm(hidden)
+        normed = self.hidden_norm(self.input_layernorm(hidden) if self.norm_hidden_twice else hidden)
         x = torch.cat((self.input_layernorm(embedded), normed), dim=-1)  # [B, T, 2*Hd]
         return self.finish(x, normed if self.norm_before_residual else hidden, rotation, attend, 0)
 
 
 class PlainLayer(Layer):
-    """EAGLE-1's layer: Llama's, the first one without its input norm."""
+    """Llama's layer; the first one of EAGLE-1 without its input norm."""
 
     def __init__(self, spec: HeadSpec, index: int) -> None:
         super().__init__(spec, spec.hidden_size)
@@ -196,10 +197,13 @@ class Draft(nn.Module):
         self.embed_tokens = nn.Embedding(spec.vocab_size, width)
         if spec.algorithm == "eagle3":
             self.midlayer = MidLayer(spec)
+            self.layers = nn.ModuleDict(
+                {str(index): PlainLayer(spec, index) for index in range(1, spec.layers)}
+            )
             self.norm = RmsNorm(width, spec.rms_norm_eps)
         else:
             self.fc = nn.Linear(2 * width, width, bias=spec.fc_bias)
-            self.layers = nn.ModuleList(PlainLayer(spec, index) for index in range(spec.layers))
+            self.layers = nn.ModuleDict({str(index): PlainLayer(spec, index) for index in range(spec.layers)})
         self.lm_head = nn.Linear(width, spec.draft_vocab_size, bias=False)
         self.rope = Rope(spec)
 
@@ -241,9 +245,10 @@ class Draft(nn.Module):
         embedded = self.embed_tokens(input_ids).to(hidden.dtype)  # [B, T, Hd]
         rotation = self.rope(position_ids)
         if self.spec.algorithm == "eagle3":
-            return self.midlayer(embedded, hidden, rotation, attend)
-        hidden = self.fc(torch.cat((embedded, hidden), dim=-1))  # [B, T, Hd]
-        for layer in self.layers:
+            hidden = self.midlayer(embedded, hidden, rotation, attend)  # [B, T, Hd]
+        else:
+            hidden = self.fc(torch.cat((embedded, hidden), dim=-1))  # [B, T, Hd]
+        for layer in self.layers.values():
             hidden = layer(hidden, rotation, attend)
         return hidden
 

@@ -2,31 +2,25 @@
 
 Nothing of a family's model code is rewritten here. Its attention goes through `AttentionInterface` to our
 attention, its cache writes go to our cache operator, and while a forward runs its RMS norm and rotation are
-replaced by the operators of `graphs.ops`: on a CPU the dozen small operators behind each of them cost a third
-of a decoding step.
+replaced by the operators of `graphs.ops` (see `native`), as `families` says for each family.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from eagle_export.graphs import ops
+from eagle_export.models.families import NO_TEXT, TEXT_KEYS, Span, family_of, layer_spans, text_part
+from eagle_export.models.native import replaced
 from eagle_run.errors import EagleError, first_line
-
-ATTENTION = "eagle_export"
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-# Rotations whose frequencies do not depend on the length of the sequence.
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
@@ -56,56 +50,6 @@ def target_dims(config: Any) -> TargetDims:
     )
 
 
-def check_family(config: Any, max_seq_len: int) -> None:
-    """Raise EagleError unless a model of this config is computed exactly by the target graph.
-
-    The graph attends to every token that the mask shows, at rotation frequencies fixed when it is traced.
-    So the family must be one whose parity is tested, no layer may look back less than `max_seq_len` tokens,
-    and the rotation must not depend on the length of the sequence.
-    """
-    family = config.model_type
-    if family not in FAMILIES:
-        raise EagleError(
-            f"target family {family!r} is not supported, expected one of {', '.join(sorted(FAMILIES))}",
-            hint="use a Llama, Mistral (dense), Qwen2 or dense Qwen3 model",
-        )
-    _check_layers(config, max_seq_len)
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    if kind not in STATIC_ROPE:
-        raise EagleError(
-            f"{FAMILIES[family]} target with {kind!r} rotary scaling: its frequencies change with the length "
-            f"of the sequence, but a graph needs fixed ones; expected one of {', '.join(STATIC_ROPE)}",
-            hint="set rope_parameters in the target's config.json to a fixed scaling, or use another target",
-        )
-    if max_seq_len > config.max_position_embeddings:
-        raise EagleError(
-            f"max_seq_len is {max_seq_len}, but this target knows only "
-            f"{config.max_position_embeddings} positions",
-            hint=f"use --max-seq-len {config.max_position_embeddings} or less",
-        )
-
-
-def _check_layers(config: Any, max_seq_len: int) -> None:
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if config.model_type == "mistral" and getattr(config, "sliding_window", None):
-        kinds = {"sliding_attention"}  # Mistral has no layer_types: the window holds for every layer
-    other = sorted(kinds - {"full_attention", "sliding_attention"})
-    if other:
-        raise EagleError(
-            f"{FAMILIES[config.model_type]} target with {', '.join(other)} layers, "
-            "expected full attention in every layer",
-            hint="use a target with full attention in every layer",
-        )
-    window = getattr(config, "sliding_window", None)
-    if "sliding_attention" in kinds and window is not None and window < max_seq_len:
-        raise EagleError(
-            f"{FAMILIES[config.model_type]} target with a sliding window of {window} tokens: the graph "
-            f"attends to everything, the same only up to that length, but max_seq_len is {max_seq_len}",
-            hint=f"use --max-seq-len {window} or less",
-        )
-
-
 def load_target(folder: Path, dtype: torch.dtype) -> Any:
     """The causal LM in a local Hugging Face folder (config.json and weights), in eval mode.
 
@@ -118,11 +62,53 @@ def load_target(folder: Path, dtype: torch.dtype) -> Any:
     from eagle_export.fp8.checkpoint import read_checkpoint
 
     given = read_checkpoint(folder)
-    load = AutoModelForCausalLM.from_pretrained if given is None else given.from_pretrained
+    if given is not None:
+        found = given.weights(dtype)
+        return load_tensors(folder, {name: weight.load() for name, weight in found.items()}, dtype)
+
+    def load(options: dict[str, Any]) -> Any:
+        return AutoModelForCausalLM.from_pretrained(folder, config=_text_config(folder), **options)
+
+    return _checked(folder, load, dtype)
+
+
+def load_tensors(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
+    """`load_target` with tensors in place of those in the weight files; config.json is the folder's.
+
+    What the config says of a quantisation is left out: it would want the library that wrote the weights.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    def load(options: dict[str, Any]) -> Any:
+        config = _text_config(folder)
+        for key in ("quantization_config", "compression_config"):
+            if hasattr(config, key):
+                delattr(config, key)
+        model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return model.from_pretrained(None, config=config, state_dict=dict(tensors), **options)
+
+    return _checked(folder, load, dtype)
+
+
+def _text_config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    return text_part(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+
+
+def _checked(folder: Path, load: Callable[[dict[str, Any]], Any], dtype: torch.dtype) -> Any:
+    """The model that `load` makes with Transformers, if every weight found its place and every place one."""
+    options = {
+        "dtype": dtype,
+        "local_files_only": True,
+        "trust_remote_code": False,
+        "output_loading_info": True,
+        "key_mapping": TEXT_KEYS,
+    }
     try:
-        model, info = load(
-            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
-        )
+        model, info = load(options)
+    except EagleError:
+        raise
     except Exception as error:  # whatever Transformers, safetensors or torch run into
         raise EagleError(
             f"{folder}: expected config.json and whole weight files of a causal model: {first_line(error)}",
@@ -133,7 +119,8 @@ def load_target(folder: Path, dtype: torch.dtype) -> Any:
         ("mismatched_keys", "the weights have another shape for"),
         ("unexpected_keys", "the model has no place for"),
     ):
-        if names := sorted(str(name[0] if isinstance(name, tuple) else name) for name in info.get(key) or ()):
+        names = sorted(str(name[0] if isinstance(name, tuple) else name) for name in info.get(key) or ())
+        if names := [name for name in names if key != "unexpected_keys" or not name.startswith(NO_TEXT)]:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise EagleError(
                 f"{folder}: {fault} {names[0]}{more}",
@@ -163,6 +150,9 @@ class TargetModule(nn.Module):
                 f"feature layers {list(self.feature_layers)} do not fit a target with {self.dims.layers} "
                 f"layers: expected ascending indices from 0 to {self.dims.layers}"
             )
+        self._one_mask = family_of(model.config).masks == "one"
+        self._spans = layer_spans(model.config)
+        self._cap = getattr(model.config, "final_logit_softcapping", None)
         parameters = inspect.signature(model.model.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
 
@@ -187,7 +177,7 @@ class TargetModule(nn.Module):
         with native_operators(self.model):
             out = self.model.model(
                 input_ids=input_ids,
-                attention_mask=tree_mask,
+                attention_mask=self._masks(tree_mask, position_ids, write_index, rows=past[0].shape[2]),
                 position_ids=position_ids,
                 use_cache=True,
                 output_hidden_states=True,
@@ -195,8 +185,22 @@ class TargetModule(nn.Module):
             )
             features = torch.cat([out.hidden_states[i] for i in self.feature_layers], dim=-1)  # [B, T, n * H]
             rows = ops.gather_rows(out.last_hidden_state, logits_index)  # [B, R, H]
-            logits = self.model.get_output_embeddings()(rows).float()  # [B, R, V]
-        return (logits, features, *cache.tensors)
+            logits = self.model.get_output_embeddings()(rows)  # [B, R, V]
+            if self._cap is not None:
+                logits = torch.tanh(logits / self._cap) * self._cap
+        return (logits.float(), features, *cache.tensors)
+
+    def _masks(self, tree_mask: Tensor, position_ids: Tensor, write_index: Tensor, *, rows: int) -> Any:
+        """The mask of all layers, or one by layer type, as the family's forward takes it.
+
+        A window or chunk as long as the cache (of `rows` rows) hides nothing, and costs nothing.
+        """
+        masks = {}
+        for kind, span in self._spans.items():
+            masks[kind] = tree_mask
+            if span is not None and span.size < rows:
+                masks[kind] = _narrowed(tree_mask, position_ids, write_index, span)
+        return next(iter(masks.values())) if self._one_mask else masks
 
 
 class _Rows:
@@ -213,76 +217,17 @@ class _Rows:
         return self.tensors[k], self.tensors[v]
 
 
-def _attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    *,
-    scaling: float,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    out = ops.attention(query, key, value, attention_mask, scaling)  # [B, Hq, T, Dh]
-    return out.transpose(1, 2), None
+def _narrowed(tree_mask: Tensor, position_ids: Tensor, write_index: Tensor, span: Span) -> Tensor:
+    if tree_mask.dtype == torch.bool:
+        return ops.narrow_mask(tree_mask, position_ids, write_index, span.kind, span.size)
+    # What `EagerGraph` gives on a GPU: a bias [B, 1, G * T, KV] and the rows to write [B, T].
+    count, dtype = position_ids.shape[1], tree_mask.dtype
+    seen = ops.narrow_mask(
+        tree_mask[:, :, :count] == 0, position_ids, write_index[:, 0], span.kind, span.size
+    )
+    return ops.attention_bias(seen, tree_mask.shape[2] // count, dtype)
 
 
-def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
-    return ops.linear(x, self.weight, self.bias)
-
-
-def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
-
-
-def _rope_forward(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    # Half the width of what Transformers returns: the operator wants each frequency once.
-    angle = position_ids[..., None].float() * self.inv_freq.float()  # [B, T, Dh/2]
-    scale = self.attention_scaling
-    cos, sin = angle.cos(), angle.sin()
-    if scale != 1.0:
-        cos, sin = cos * scale, sin * scale
-    return cos.to(x.dtype), sin.to(x.dtype)
-
-
-def _apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
-    return ops.rotary(q, cos, sin), ops.rotary(k, cos, sin)
-
-
-AttentionInterface.register(ATTENTION, _attention_forward)
-
-
-@contextmanager
-def native_operators(model: Any) -> Iterator[None]:
-    """While this lasts, `model`'s attention, RMS norm and rotation are those of `graphs.ops`.
-
-    The replaced parts are found by name in the module that defines the model's class; a family that lacks one
-    of them is refused. Everything is put back at the end, also after an error.
-    """
-    module = sys.modules[type(model).__module__]
-    norms = [cls for key, cls in vars(module).items() if key.endswith("RMSNorm") and inspect.isclass(cls)]
-    ropes = [
-        cls for key, cls in vars(module).items() if key.endswith("RotaryEmbedding") and inspect.isclass(cls)
-    ]
-    if len(norms) != 1 or len(ropes) != 1 or not hasattr(module, "apply_rotary_pos_emb"):
-        raise EagleError(
-            f"{module.__name__} has {len(norms)} RMSNorm and {len(ropes)} RotaryEmbedding classes, "
-            "expected one each and a function apply_rotary_pos_emb",
-            hint="install the version of transformers that this package pins",
-        )
-    config: Any = model.config
-    replaced: list[tuple[Any, str, Any]] = [
-        (nn.Linear, "forward", _linear_forward),
-        (norms[0], "forward", _norm_forward),
-        (ropes[0], "forward", _rope_forward),
-        (module, "apply_rotary_pos_emb", _apply_rotary),
-        (config, "_attn_implementation", ATTENTION),
-    ]
-    before = [getattr(owner, key) for owner, key, _ in replaced]
-    try:
-        for owner, key, new in replaced:
-            setattr(owner, key, new)
-        yield
-    finally:
-        for (owner, key, _), old in zip(replaced, before, strict=True):
-            setattr(owner, key, old)
+def native_operators(model: Any) -> AbstractContextManager[None]:
+    """While this lasts, `model`'s attention, norms, rotation and experts are those of its family's entry."""
+    return replaced(model, family_of(model.config).replacements())

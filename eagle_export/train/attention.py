@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class UnrolledAttention:
-    """The `attend` of a draft with one layer, step after step.
+    """The attention of one of a draft's layers, step after step.
 
     rows: int64 [N] flat indices b * T + s of the rows that go on after step 0.
     """
@@ -28,9 +28,8 @@ class UnrolledAttention:
         self.own_keys: list[Tensor] = []  # of each later step, [N, Hq, Dh]
         self.own_values: list[Tensor] = []
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Step 0: q [B, Hq, T, Dh], k and v [B, Hkv, T, Dh]; later: B is 1 and T is N. -> q's shape."""
-        assert layer == 0, "training-time test is for heads with one layer"
         q = q.to(v.dtype)  # rotation may have widened what autocast narrowed
         groups = q.shape[1] // k.shape[1]
         k, v = (x.to(q.dtype).repeat_interleave(groups, dim=1) for x in (k, v))

@@ -87,7 +87,11 @@ def unroll(
     rows = starts(batch)
     place = rows % length
     tokens = batch.tokens.flatten()
-    attend = UnrolledAttention(rows, draft.spec.head_dim**-0.5)
+    layers = [UnrolledAttention(rows, draft.spec.head_dim**-0.5) for _ in range(draft.spec.layers)]
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return layers[layer](q, k, v)
+
     shifted = torch.cat((batch.tokens[:, 1:], batch.tokens[:, -1:]), dim=1)  # x_{t+1}
     position = torch.arange(length, device=rows.device).expand(count, -1)
     whole = draft.run(shifted, hidden, position, attend)  # [B, T, Hd]

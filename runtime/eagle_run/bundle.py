@@ -180,8 +180,8 @@ def read_manifest(root: Path) -> Manifest:
     if not where.is_file():
         found = "a file" if root.is_file() else "no manifest.json" if root.is_dir() else "nothing there"
         hint = "give the folder that `eagle-export build --out` wrote"
-        if ".partial-" in root.name:
-            hint = "this is what an interrupted build left behind; delete it and build again"
+        if root.suffix == ".partial":
+            hint = "this is what an interrupted build left behind; run the same command again to finish it"
         raise EagleError(
             f"{root} is not a bundle: expected a folder with manifest.json, found {found}", hint=hint
         )
@@ -239,18 +239,23 @@ def _check_head_target(manifest: Manifest, where: Path) -> None:
 
 
 def _check_file(root: Path, entry: FileEntry, *, verify_hash: bool) -> None:
-    where = root / entry.path
+    where, hint = root / entry.path, _REBUILD
+    if entry.origin is not None:
+        hint = (
+            f"it is a link to {entry.origin} of the checkpoint, so who writes to one changes the other; link "
+            "or copy the checkpoint's file here again, or build the bundle again"
+        )
     if not where.is_file():
-        raise EagleError(f"{where}: missing, but the manifest lists it", hint=_REBUILD)
+        raise EagleError(f"{where}: missing, but the manifest lists it", hint=hint)
     size = where.stat().st_size
     if size != entry.bytes:
         raise EagleError(
-            f"{where}: expected {entry.bytes} bytes, found {size}: truncated or edited", hint=_REBUILD
+            f"{where}: expected {entry.bytes} bytes, found {size}: truncated or edited", hint=hint
         )
     if verify_hash and (found := file_sha256(where)) != entry.sha256:
         raise EagleError(
             f"{where}: edited or corrupt: expected sha256 {entry.sha256[:12]}…, found {found[:12]}…",
-            hint=_REBUILD,
+            hint=hint,
         )
 
 

@@ -7,10 +7,12 @@ import hashlib
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 _REMEMBERED = 512  # hashes kept in the cache file
+_LOCK = threading.Lock()  # of threads that hash several files at once
 
 
 def write_cache(where: Path, content: bytes) -> None:
@@ -54,12 +56,13 @@ def remember_sha256(digests: dict[Path, str]) -> None:
 
 
 def _remember(entries: dict[str, list[Any]]) -> None:
-    known = _remembered()
-    for key, entry in entries.items():
-        known.pop(key, None)  # a renewed entry moves to the young end
-        known[key] = entry
-    kept = dict(list(known.items())[-_REMEMBERED:])
-    write_cache(cache_dir("eagle-run") / "hashes.json", json.dumps(kept).encode())
+    with _LOCK:
+        known = _remembered()
+        for key, entry in entries.items():
+            known.pop(key, None)  # a renewed entry moves to the young end
+            known[key] = entry
+        kept = dict(list(known.items())[-_REMEMBERED:])
+        write_cache(cache_dir("eagle-run") / "hashes.json", json.dumps(kept).encode())
 
 
 def _stamp(path: Path) -> list[int]:

@@ -64,8 +64,8 @@ class TargetInfo(Record):
 class HeadInfo(Record):
     """The draft head. `target_sha256` is the identity of the target it was built for.
 
-    `feature_layers` index Transformers' `hidden_states`, ascending. `vocab_map` is null when draft ids are
-    target ids.
+    `feature_layers` index Transformers' `hidden_states`, ascending. `settings` are NAME=VALUE of what the
+    head's own config.json does not say. `vocab_map` is null when draft ids are target ids.
     """
 
     algorithm: Literal["eagle1", "eagle3"]
@@ -80,6 +80,7 @@ class HeadInfo(Record):
     head_dim: Count
     draft_vocab_size: Count
     feature_layers: tuple[Annotated[int, Field(ge=0)], ...]
+    settings: tuple[str, ...] = ()
     vocab_map: FileEntry | None
 
 

@@ -24,11 +24,15 @@ class Record(BaseModel):
 
 
 class FileEntry(Record):
-    """A file of the bundle; `path` is relative to the bundle, with forward slashes."""
+    """A file of the bundle; `path` is relative to the bundle, with forward slashes.
+
+    `origin`: of a file that was linked, not written: the model folder and file that it is another name of.
+    """
 
     path: str
     bytes: Annotated[int, Field(ge=0)]
     sha256: Sha256
+    origin: str | None = None
 
     @model_validator(mode="after")
     def _inside(self) -> FileEntry:

@@ -131,7 +131,7 @@ def test_compile_adds_engines_and_keeps_everything_else(cli: Cli, half: Path, tm
 
 @needs_rtx
 @pytest.mark.parametrize("fault", [EagleError("the compiler gave up", hint="try again"), KeyboardInterrupt()])
-def test_a_compile_that_ends_early_leaves_the_bundle(
+def test_a_compile_that_ends_early_leaves_the_bundle_and_is_gone_on_from(
     cli: Cli, half: Path, tmp_path: Path, fault: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = tmp_path / "b"
@@ -141,7 +141,8 @@ def test_a_compile_that_ends_early_leaves_the_bundle(
     done: list[str] = []
 
     def compile_engine(request: Any, update: Any) -> Any:
-        if request.graph == "draft":
+        if request.graph == "draft" and "draft" not in done:
+            done.append("draft")
             raise fault
         done.append(request.graph)
         return compile_one(request, update)
@@ -150,8 +151,16 @@ def test_a_compile_that_ends_early_leaves_the_bundle(
     outcome = cli("compile", bundle, "--backend", "tensorrt-rtx", "--target-arch", "sm89")
     assert outcome.code == (130 if isinstance(fault, KeyboardInterrupt) else 1)
     assert "target" in done
+    assert "finished parts are kept" in outcome.err
     assert {path: path.read_bytes() for path in bundle.rglob("*") if path.is_file()} == before
+    assert leftovers(tmp_path) == ["b", "b.partial"]
+    outcome = cli("compile", bundle, "--backend", "tensorrt-rtx", "--target-arch", "sm89")
+    assert outcome.code == 0, outcome
+    assert "compile target for sm89: taken over" in outcome.err
+    assert done.count("target") == 1
     assert leftovers(tmp_path) == ["b"]
+    assert len(engines(load_bundle(bundle))) == len(load_bundle(half).manifest.artifacts)
+    assert not (bundle / "journal.json").exists()
 
 
 def test_what_has_no_graphs_cannot_be_compiled(cli: Cli, half: Path, tmp_path: Path) -> None:
@@ -174,6 +183,6 @@ def test_a_plan_builds_nothing(cli: Cli, model: tuple[str, ...], tmp_path: Path)
     assert (table.code, data.code) == (0, 0), (table, data)
     assert "target engine" in table.out
     found = json.loads(data.out)
-    assert found["compile_memory_bytes"] > 0
+    assert found["steps"]["compile"]["memory_bytes"] > 0
     assert set(found["graphs"]) == {"target", "fuse", "draft"}
     assert leftovers(tmp_path) == []

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from parity.dialects import as_dialect
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -34,18 +35,23 @@ class Target:
 
 @dataclass(frozen=True)
 class Head:
-    """A checkpoint before it is written: config.json, tensors, and the target's parts that it may borrow."""
+    """A checkpoint before it is written: config.json, tensors, and the target's parts that it may borrow.
+
+    Config and tensors are in the canonical names whatever the `dialect`, which `write` turns them into.
+    """
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     target: Target
     embedding: Tensor  # the target's, [V, H]
     lm_head: Tensor  # the target's, [V, H]
+    dialect: str = ""
 
     def write(self, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(self.config))
-        save_file(self.tensors, folder / "model.safetensors")
+        config, tensors = as_dialect(self.dialect, self.config, self.tensors)
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(tensors, folder / "model.safetensors")
         return folder
 
 
@@ -54,7 +60,7 @@ class Recipe:
     """What a head is made of; the defaults make a plain SafeAILab EAGLE-3 head with a reduced vocabulary."""
 
     eagle1: bool = False
-    layers: int = 1  # of EAGLE-1
+    layers: int = 1
     target_hidden: int = WIDTH
     head_dim: int = WIDTH // HEADS
     draft_vocab: int = DRAFT_VOCAB
@@ -64,6 +70,8 @@ class Recipe:
     o_bias: bool = False
     qk_norm: bool = False
     features: int = 3
+    dialect: str = ""
+    ordered: bool = True  # the draft vocabulary, by target id
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -102,7 +110,7 @@ def make_head(recipe: Recipe, seed: int = 0) -> Head:
         tensors["fc.bias"] = draw(WIDTH)
     target = Target(hidden_size=recipe.target_hidden)
     embedding, lm_head = (draw(VOCAB, recipe.target_hidden, scale=0.5) for _ in range(2))
-    return Head(config | recipe.config, tensors, target, embedding, lm_head)
+    return Head(config | recipe.config, tensors, target, embedding, lm_head, recipe.dialect)
 
 
 def _eagle3(recipe: Recipe, draw: _Draw, config: dict[str, Any]) -> dict[str, Tensor]:
@@ -115,13 +123,18 @@ def _eagle3(recipe: Recipe, draw: _Draw, config: dict[str, Any]) -> dict[str, Te
         "norm.weight": draw.norm(WIDTH),
         "lm_head.weight": draw(recipe.draft_vocab, WIDTH),
     }
+    if not flags.get("use_aux_hidden_state", True):
+        del tensors["fc.weight"]
     tensors |= _layer(recipe, draw, "midlayer.", 2 * WIDTH)
+    for i in range(1, recipe.layers):
+        tensors |= _layer(recipe, draw, f"layers.{i}.", WIDTH)
+        tensors[f"layers.{i}.input_layernorm.weight"] = draw.norm(WIDTH)
     if flags.get("norm_before_fc"):
         tensors["input_norm.weight"] = draw.norm(features)
     if flags.get("fc_norm"):
         tensors |= {f"fc_norm.{i}.weight": draw.norm(recipe.target_hidden) for i in range(recipe.features)}
     if recipe.draft_vocab < VOCAB:
-        ids = draw.subset(VOCAB, recipe.draft_vocab)
+        ids = draw.subset(VOCAB, recipe.draft_vocab, ordered=recipe.ordered)
         tensors["d2t"] = ids - torch.arange(recipe.draft_vocab)
         tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
     return tensors
@@ -163,8 +176,9 @@ class _Draw:
     def norm(self, width: int) -> Tensor:
         return 1 + 0.3 * torch.randn(width, generator=self.generator)
 
-    def subset(self, size: int, count: int) -> Tensor:
-        return torch.randperm(size, generator=self.generator)[:count].sort().values
+    def subset(self, size: int, count: int, *, ordered: bool) -> Tensor:
+        ids = torch.randperm(size, generator=self.generator)[:count]
+        return ids.sort().values if ordered else ids
 
 
 RECIPES: dict[str, Recipe] = {
@@ -200,6 +214,52 @@ RECIPES: dict[str, Recipe] = {
         },
     ),
     "eagle3-qwen3": Recipe(qk_norm=True, qkv_bias=True, o_bias=True, config={"attention_bias": True}),
+    "eagle3-modelopt": Recipe(
+        dialect="modelopt",
+        ordered=False,
+        config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 8]}, "rope_scaling": None},
+    ),
+    "eagle3-modelopt-last": Recipe(
+        dialect="modelopt",
+        draft_vocab=VOCAB,
+        config={
+            "eagle_config": {"use_aux_hidden_state": False, "eagle_aux_hidden_state_layer_ids": [1, 5, 8]},
+            "rope_scaling": None,
+        },
+    ),
+    "eagle3-modelopt-deep": Recipe(
+        dialect="modelopt", layers=3, config={"rope_scaling": None, "num_hidden_layers": 3}
+    ),
+    "eagle3-speculators": Recipe(
+        dialect="speculators",
+        own_embedding=True,
+        config={
+            "eagle_aux_hidden_state_layer_ids": [2, 6, 9],
+            "norm_before_residual": True,
+            "norm_before_fc": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        },
+    ),
+    "eagle3-speculators-3.1": Recipe(
+        dialect="speculators",
+        layers=2,
+        features=5,
+        qk_norm=True,
+        draft_vocab=VOCAB,
+        config={
+            "model_type": "qwen3",
+            "eagle_aux_hidden_state_layer_ids": [1, 3, 6, 8, 10],
+            "fc_norm": True,
+            "norm_output": True,
+            "num_hidden_layers": 2,
+            "layer_types": ["full_attention", "full_attention"],
+        },
+    ),
+    "eagle3-vllm": Recipe(dialect="vllm"),
+    "eagle3-norms-twice": Recipe(config={"norm_hidden_twice": True}),
+    "eagle1-speculators": Recipe(
+        eagle1=True, fc_bias=True, dialect="speculators-eagle1", config={"rope_theta": 500000.0}
+    ),
     "eagle1-bias": Recipe(eagle1=True, fc_bias=True, own_embedding=True),
     "eagle1-no-bias": Recipe(eagle1=True, layers=2, config={"num_hidden_layers": 2, "rope_theta": 500000.0}),
     "eagle1-qwen2": Recipe(eagle1=True, qkv_bias=True, config={"qkv_bias": True, "rope_theta": 1000000.0}),

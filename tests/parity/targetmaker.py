@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from familymaker import family_kinds
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -59,6 +60,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_SIZES, rope_parameters=_YARN)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=24)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**_SIZES, head_dim=16, sliding_window=None)),
+    **family_kinds(_SIZES),
 }
 
 
@@ -71,7 +73,7 @@ def make_model(kind: str) -> Any:
             for name, weight in model.named_parameters():
                 if "norm" in name:
                     weight.uniform_(0.5, 1.5)
-                elif name.endswith("bias"):
+                elif name.endswith(("bias", "sinks")):
                     weight.uniform_(-0.5, 0.5)
                 else:
                     weight.normal_(0.0, 0.6 if "embed" in name else 0.15)

@@ -94,10 +94,28 @@ def test_bfloat16_gives_float32_logits_and_bfloat16_features() -> None:
     torch.testing.assert_close(logits[0, -1], want.logits, atol=0.2, rtol=0.05)
 
 
-def test_runs_on_fake_tensors() -> None:
+@pytest.mark.parametrize("kind", ["mistral-window", "gemma3", "gpt-oss", "llama4"])
+def test_with_mask_and_rows_as_a_gpu_takes_them(kind: str, models: dict[str, Any]) -> None:
+    """Windows and sinks where the mask comes as a bias, worked out once a forward."""
+    module = TargetModule(models[kind], LAYERS)
+    prefixes, trees = (
+        [tokens_of(9, seed=2), tokens_of(9, seed=3)],
+        [tokens_of(7, seed=5), tokens_of(7, seed=6)],
+    )
+    found = []
+    for fused in (True, False):
+        run = Runner(target_graph(module, ROWS, fused=fused), 2)
+        run.extend(prefixes, [0, 0])
+        found.append(run.tree(trees, PARENTS, [9, 9]))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe", "gemma3", "gpt-oss", "llama4"])
+def test_runs_on_fake_tensors(kind: str) -> None:
     """No host read and no data-dependent shape: under FakeTensorMode either would raise."""
     with FakeTensorMode():
-        model = make_model("qwen3")
+        model = make_model(kind)
         module = TargetModule(model, LAYERS)
         graph = target_graph(module, ROWS)
         sizes = {"B": 2, "T": 3, "R": 2, "KV": 8}

@@ -36,6 +36,8 @@ IDS = torch.tensor([*range(1, 30, 2), *range(0, 10, 2)])  # 20 ids in no order
         {"feature_layers": (7,)},
         {"norm_output": True, "fc_norm": True},
         {"norm_before_residual": True, "norm_before_fc": True},
+        {"norm_hidden_twice": True, "layers": 2},
+        {"has_fc": False, "feature_layers": (8,)},
         {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
         {"qkv_bias": True},
         {"draft_vocab_size": VOCAB},

@@ -15,14 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import answers_of, eager_decoder, modules_of
-from trainset import VOCAB, WIDTH, answers_by, batch_of, head_of, spec_of, write_learned_target, write_npz
+from trainset import SETTINGS, VOCAB, WIDTH, answers_by, batch_of, head_of, request_of, spec_of
 
 from eagle_export.progress import Report
 from eagle_export.train import curve
 from eagle_export.train.batches import split
 from eagle_export.train.checkpoint import found
 from eagle_export.train.objective import Objective
-from eagle_export.train.prepare import TrainRequest
 from eagle_export.train.run import train
 from eagle_export.train.samples import load_samples
 from eagle_export.train.settings import TrainSettings
@@ -31,18 +30,6 @@ from eagle_run.errors import EagleError, UsageError
 from eagle_run.loop import Stats
 from eagle_run.request import Request
 from eagle_run.tree import TreeShape
-
-SETTINGS = TrainSettings(
-    steps=4,
-    draft_vocab=60,
-    batch_tokens=512,
-    max_updates=60,
-    lr=4e-3,
-    clip=5.0,
-    validation=6,
-    eval_every=20,
-    save_every=0,
-)
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "eagle1"])
@@ -76,32 +63,6 @@ def test_learning_rate_rises_and_falls() -> None:
     assert rates[55] == pytest.approx(0.5, abs=0.01)
     assert rates == [*sorted(rates[:10]), *sorted(rates[10:], reverse=True)]
     assert 0 < rates[-1] < 0.001
-
-
-@pytest.fixture(scope="module")
-def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target with something to learn."""
-    torch.manual_seed(0)
-    return write_learned_target(tmp_path_factory.mktemp("learned") / "target")
-
-
-@pytest.fixture(scope="module")
-def data(learned: Path) -> Path:
-    rows = answers_by(learned, count=96, prompt=8, new=56)
-    return write_npz(learned.parent / "data.npz", rows, [8] * len(rows))
-
-
-def request_of(learned: Path, data: Path, out: Path, settings: TrainSettings = SETTINGS) -> TrainRequest:
-    return TrainRequest(
-        str(learned), (data,), out, settings, features_cache=learned.parent / "features", device="cpu"
-    )
-
-
-@pytest.fixture(scope="module")
-def trained(learned: Path, data: Path) -> Path:
-    out = learned.parent / "head"
-    train(request_of(learned, data, out), Report(quiet=True))
-    return out
 
 
 def test_a_trained_head_speeds_decoding_up(learned: Path, trained: Path) -> None:

@@ -14,9 +14,22 @@ from eagle_export.heads import LoadedHead
 from eagle_export.heads.spec import HeadSpec
 from eagle_export.models.head import Draft, Fuse, build_head
 from eagle_export.train.init import random_weights
+from eagle_export.train.prepare import TrainRequest
+from eagle_export.train.settings import TrainSettings
 from eagle_export.train.ttt import Batch
 
 VOCAB, WIDTH = 30, 16
+SETTINGS = TrainSettings(
+    steps=4,
+    draft_vocab=60,
+    batch_tokens=512,
+    max_updates=60,
+    lr=4e-3,
+    clip=5.0,
+    validation=6,
+    eval_every=20,
+    save_every=0,
+)
 
 
 def spec_of(algorithm: str = "eagle3", *, draft_vocab: int = 20, **changes: Any) -> HeadSpec:
@@ -117,3 +130,9 @@ def answers_by(target: Path, count: int, prompt: int, new: int) -> list[list[int
     with torch.no_grad():
         out = model.generate(start, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
     return out.tolist()
+
+
+def request_of(learned: Path, data: Path, out: Path, settings: TrainSettings = SETTINGS) -> TrainRequest:
+    return TrainRequest(
+        str(learned), (data,), out, settings, features_cache=learned.parent / "features", device="cpu"
+    )

@@ -35,7 +35,7 @@ def fill(writer: BundleWriter, mark: str = "") -> dict[str, Any]:
             "fp32",
             f"onnx/{graph}.onnx",
             spec(graph),
-            extra_files=(f"onnx/{graph}.onnx.data",),
+            extra_files={f"onnx/{graph}.onnx.data": None},
             opset=24,
             library_version="onnx 1.23.2",
         )

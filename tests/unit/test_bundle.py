@@ -60,13 +60,13 @@ def test_a_bundle_without_a_head_loads(tmp_path: Path) -> None:
 def test_other_places_are_not_bundles(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "empty").mkdir()
-    (tmp_path / "b.partial-12").mkdir()
+    (tmp_path / "b.partial").mkdir()
     for name, found in (("none", "nothing there"), ("file", "a file"), ("empty", "no manifest.json")):
         with pytest.raises(EagleError, match=f"is not a bundle.*{found}") as caught:
             load_bundle(tmp_path / name)
         assert "eagle-export build" in caught.value.hint
     with pytest.raises(EagleError) as caught:
-        load_bundle(tmp_path / "b.partial-12")
+        load_bundle(tmp_path / "b.partial")
     assert "interrupted" in caught.value.hint
 
 

@@ -10,7 +10,7 @@ from bundlemaker import ACCURACY, QUANTIZATION, add_engines, engine, write_bundl
 from rich.console import Console
 
 from eagle_export.describe import describe, render, size
-from eagle_run.bundle import Bundle, load_bundle
+from eagle_run.bundle import Bundle, load_bundle, read_manifest
 
 
 @pytest.fixture(autouse=True)
@@ -27,12 +27,13 @@ def shown(bundle: Bundle) -> str:
 def test_the_description_is_the_manifest_and_sizes(tmp_path: Path) -> None:
     root = write_bundle(tmp_path / "b")
     data = json.loads(json.dumps(describe(load_bundle(root))))
-    written = json.loads((root / "manifest.json").read_text())
+    written = read_manifest(root).model_dump(mode="json")
     total = sum(
         path.stat().st_size for path in root.rglob("*") if path.is_file() and path.name != "manifest.json"
     )
     assert data.pop("path") == str(root)
     assert data.pop("total_bytes") == total
+    assert data.pop("linked_bytes") == 0
     for artifact in data["artifacts"]:
         assert artifact.pop("bytes") == sum(entry["bytes"] for entry in artifact["files"])
     assert data == written

@@ -13,6 +13,7 @@ import torch
 from parity.headmaker import DRAFT_VOCAB, LAYERS, RECIPES, VOCAB, WIDTH, Head, Target, make_head
 from safetensors.torch import load_file, save_file
 
+from eagle_export.head_settings import HeadSettings
 from eagle_export.heads import load_head
 from eagle_export.heads.spec import expected_shapes
 from eagle_export.models.head import Draft, Fuse, build_head
@@ -118,14 +119,15 @@ def test_layer_ids(config: dict[str, Any], expected: tuple[int, ...], tmp_path: 
     head = made(architectures=["LlamaForCausalLMEagle3"], **config)
     folder = head.write(tmp_path)
     assert load_head(folder, head.target).spec.feature_layers == expected
-    assert load_head(folder, head.target, layer_ids=(0, 7, 12)).spec.feature_layers == (0, 7, 12)
+    said = HeadSettings(layer_ids=(0, 7, 12))
+    assert load_head(folder, head.target, said).spec.feature_layers == (0, 7, 12)
 
 
 def test_rope_of_transformers_5_and_override(tmp_path: Path) -> None:
     head = made(rope_parameters={"rope_type": "default", "rope_theta": 1e6})
     folder = head.write(tmp_path)
     assert load_head(folder, head.target).spec.rope_theta == 1e6
-    assert load_head(folder, head.target, rope_theta=10000).spec.rope_theta == 10000.0
+    assert load_head(folder, head.target, HeadSettings(rope_theta=10000.0)).spec.rope_theta == 10000.0
 
 
 def test_byte_order_mark_null_keys_and_old_buffers_are_fine(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from parity.headmaker import DRAFT_VOCAB, RECIPES, VOCAB, WIDTH, Head, Target, make_head
 from safetensors.torch import save_file
 
+from eagle_export.head_settings import HeadSettings
 from eagle_export.heads import load_head
 from eagle_run.errors import EagleError
 
@@ -54,9 +55,13 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "both norms": (lambda: made("eagle3-specforge", norm_before_fc=True), "both norm_before_fc and fc_norm"),
     "unknown flag": (lambda: made(use_swish_gate=True), "use_swish_gate: True"),
     "unknown nested flag": (lambda: made(eagle_config={"parallel": 2}), "parallel: 2"),
-    "no aux hidden state": (
+    "fc although there is none": (
         lambda: made(eagle_config={"use_aux_hidden_state": False}),
-        "eagle_config.use_aux_hidden_state: False is not supported",
+        "nothing uses: fc.weight",
+    ),
+    "norm of an fc that is not there": (
+        lambda: made("eagle3-modelopt-last", norm_before_fc=True),
+        "sets norm_before_fc, a norm in front of fc, but use_aux_hidden_state: false",
     ),
     "bias flag without bias": (
         lambda: made(attention_bias=True),
@@ -73,12 +78,53 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "partial rotary": (lambda: made(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
     "rope scaling is a list": (lambda: made(rope_scaling=[1]), "must be objects"),
     "activation": (lambda: made(hidden_act="xielu"), "hidden_act 'xielu'"),
-    "speculators": (lambda: made(speculators_config={"algorithm": "eagle3"}), "speculators format"),
-    "modelopt": (
-        lambda: replace(
-            made(), tensors={k.replace("midlayer.", "layers.0."): v for k, v in made().tensors.items()}
-        ),
-        "ModelOpt format",
+    "another speculator": (lambda: made(speculators_model_type="mtp"), "a 'mtp' speculator"),
+    "speculators without a layer": (
+        lambda: made(speculators_config={"algorithm": "eagle3"}),
+        "transformer_layer_config must be an object, found nothing",
+    ),
+    "speculators layer of another family": (
+        lambda: made("eagle3-speculators", model_type="laguna"),
+        "transformer_layer_config is of model_type 'laguna'",
+    ),
+    "sliding window of speculators": (
+        lambda: made("eagle3-speculators", sliding_window=64, layer_types=["sliding_attention"]),
+        "sliding-window attention (64 of 128 positions)",
+    ),
+    "missing tensor of modelopt": (
+        lambda: without(made("eagle3-modelopt"), "midlayer.mlp.up_proj.weight"),
+        "has no layers.0.mlp.up_proj.weight (eagle3 heads of the modelopt kind have it)",
+    ),
+    "last layernorm": (
+        lambda: made("eagle3-modelopt", eagle_config={"use_last_layernorm": False}),
+        "eagle_config.use_last_layernorm: false is not supported",
+    ),
+    "parallel drafting": (
+        lambda: made("eagle3-modelopt", eagle_config={"parallel_draft_step": 4}),
+        "parallel_draft_step: 4: heads that draft several tokens",
+    ),
+    "flag that is a word": (lambda: made(norm_output="yes"), "norm_output must be true or false"),
+    "two first layers": (
+        lambda: replace(made(), tensors=made().tensors | {"layers.0.hidden_norm.weight": torch.ones(WIDTH)}),
+        "its first layer twice",
+    ),
+    "one tensor twice": (
+        lambda: with_tensor(made(), "model.norm.weight", torch.ones(WIDTH)),
+        "holds norm.weight twice",
+    ),
+    "latent attention": (
+        lambda: with_tensor(made(), "midlayer.self_attn.kv_a_proj_with_mqa.weight", torch.ones(2, 2)),
+        "latent attention (MLA), which is not supported",
+    ),
+    "experts": (
+        lambda: with_tensor(made(), "midlayer.mlp.experts.0.up_proj.weight", torch.ones(2, 2)),
+        "experts (MoE)",
+    ),
+    "parallel eagle": (lambda: with_tensor(made(), "mask_hidden", torch.ones(1, 96)), "a P-EAGLE head"),
+    "dflash": (lambda: made(dflash_config={"mask_token_id": 1}), "a DFlash head"),
+    "quantised checkpoint": (
+        lambda: made("eagle3-modelopt", quantization_config={"quant_algo": "FP8"}),
+        "quantised heads are not read",
     ),
     "not a head": (
         lambda: replace(made(), tensors={"model.layers.0.mlp.up_proj.weight": torch.ones(2, 2)}),
@@ -167,11 +213,11 @@ def test_override_of_layers_is_checked(tmp_path: Path) -> None:
     folder, target = made().write(tmp_path / "a"), Target()
     for ids in ((3, 2, 9), (2, 2, 9), (2, 6, 13), (-1, 6, 9)):
         with pytest.raises(EagleError, match="do not fit a target of 12 layers"):
-            load_head(folder, target, layer_ids=ids)
+            load_head(folder, target, HeadSettings(layer_ids=ids))
     with pytest.raises(EagleError, match="which is not 2 layers"):
-        load_head(folder, target, layer_ids=(2, 6))
+        load_head(folder, target, HeadSettings(layer_ids=(2, 6)))
     with pytest.raises(EagleError, match="EAGLE-1 head: it takes the last hidden state only"):
-        load_head(made("eagle1-bias").write(tmp_path / "b"), target, layer_ids=(11,))
+        load_head(made("eagle1-bias").write(tmp_path / "b"), target, HeadSettings(layer_ids=(11,)))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])

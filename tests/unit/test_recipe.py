@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from eagle_export import recipe as recipes
 from eagle_export import weights
+from eagle_export.head_settings import UNSAID, HeadSettings
 from eagle_export.recipe import Recipe, list_recipes, load_recipe, resolve_head, resolve_target
 from eagle_run.errors import EagleError, UsageError
 
@@ -23,6 +24,9 @@ PAPER_MODELS = {
     "deepseek-r1-distill-llama-8b",
     *(f"qwen3-{size}" for size in ("1.7b", "4b", "8b", "14b", "32b")),
 }
+# No public EAGLE head is known for these.
+HEADLESS = {*(f"gemma3-{size}" for size in ("1b", "4b", "12b", "27b")), "phi4", "phi4-mini"}
+EXPERTS = {"gpt-oss-20b", "gpt-oss-120b", "qwen3-30b-a3b", "qwen3-235b-a22b", "llama4-scout"}
 
 
 @pytest.fixture(autouse=True)
@@ -68,11 +72,11 @@ def write_model(folder: Path, **config: Any) -> Path:
 
 def test_every_recipe_loads_and_is_listed() -> None:
     found = {recipe.name: recipe for recipe in list_recipes()}
-    assert set(found) == PAPER_MODELS | {"smollm2-135m"}
+    assert set(found) == PAPER_MODELS | HEADLESS | EXPERTS | {"smollm2-135m"}
     assert set(found) == {path.stem for path in recipes.recipes_dir().glob("*.yaml")}
     for name, recipe in found.items():
         assert load_recipe(name) == recipe
-        assert recipe.heads
+        assert bool(recipe.heads) == (name not in HEADLESS)
         assert recipe.description
 
 
@@ -82,8 +86,8 @@ def test_the_demo_recipe_points_at_files_that_are_here() -> None:
     weights.check_folder(recipes.recipes_dir() / str(recipe.heads["eagle3"].path))
 
 
-@pytest.mark.parametrize("name", sorted(PAPER_MODELS))
-def test_recipes_of_the_papers_use_their_tree_and_the_hub(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(PAPER_MODELS | HEADLESS | EXPERTS))
+def test_recipes_use_the_tree_of_the_papers_and_the_hub(name: str) -> None:
     recipe = load_recipe(name)
     assert (recipe.tree.kind, recipe.tree.depth, recipe.tree.top_k, recipe.tree.nodes) == (
         "dynamic",
@@ -221,10 +225,10 @@ def test_a_head_by_algorithm_folder_or_hub_id(
     target = resolve_target("tiny-1b")
     own = resolve_head("eagle3", target)
     assert (own.folder, own.algorithm) == (recipe_dir / "head", "eagle3")
-    assert (own.layer_ids, own.rope_theta) == ((0, 1, 2), 5e5)
+    assert own.settings == HeadSettings(layer_ids=(0, 1, 2), rope_theta=5e5)
     assert own.sha256 == weights.folder_identity(recipe_dir / "head")
     other = resolve_head(str(write_model(tmp_path / "other")), target)
-    assert (other.folder, other.algorithm, other.layer_ids) == (tmp_path / "other", None, None)
+    assert (other.folder, other.algorithm, other.settings) == (tmp_path / "other", None, UNSAID)
     asked: list[str] = []
 
     def snapshot(hub_id: str, **options: Any) -> str:

@@ -107,7 +107,7 @@ def test_a_failed_rename_brings_the_old_bundle_back(tmp_path: Path, monkeypatch:
     real = Path.rename
 
     def rename(self: Path, target: Path) -> Path:
-        if ".partial-" in self.name:
+        if self.suffix == ".partial":
             raise PermissionError(errno.EACCES, "Permission denied")
         return real(self, target)
 

@@ -1,0 +1,109 @@
+"""What a person says about a head, over what its checkpoint says: `--layer-ids`, `--head-set`, recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+from eagle_run.errors import EagleError, UsageError
+
+if TYPE_CHECKING:
+    from eagle_export.heads.spec import HeadSpec
+
+_SWITCHES = {"true": True, "false": False}
+NO_SCALING = "none"
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """None leaves the checkpoint's word.
+
+    layer_ids     indices into Transformers' `hidden_states`.
+    rope_theta    the base that the head was trained with.
+    rope_scaling  "none": the head was trained with plain RoPE, whatever was written for inference.
+    The switches are those of HeadSpec.
+    """
+
+    layer_ids: tuple[int, ...] | None = None
+    rope_theta: float | None = None
+    rope_scaling: str | None = None
+    norm_output: bool | None = None
+    norm_before_residual: bool | None = None
+    norm_hidden_twice: bool | None = None
+
+    def over(self, other: HeadSettings) -> HeadSettings:
+        """These settings, and the other's where these say nothing."""
+        said = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        return replace(other, **said)
+
+    def apply(self, spec: HeadSpec) -> HeadSpec:
+        """The spec as the person says it is. Raises EagleError for what a head of this kind does not have."""
+        changes = {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name not in ("layer_ids", "rope_scaling") and getattr(self, f.name) is not None
+        }
+        if self.layer_ids is not None:
+            changes["feature_layers"] = self.layer_ids
+        if self.rope_scaling is not None:
+            changes["rope_scaling"] = {}
+        if spec.algorithm == "eagle1" and (odd := sorted(set(changes) & set(SWITCHES))):
+            raise EagleError(
+                f"{odd[0]} is set for an EAGLE-1 head, which has no such norm",
+                hint=f"leave out --head-set {odd[0]}=...",
+            )
+        return replace(spec, **changes)
+
+    def texts(self) -> tuple[str, ...]:
+        """NAME=VALUE of everything that is set but for the layers, as `--head-set` takes it."""
+        said = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "layer_ids"}
+        return tuple(f"{name}={_written(value)}" for name, value in said.items() if value is not None)
+
+
+UNSAID = HeadSettings()
+SWITCHES = ("norm_output", "norm_before_residual", "norm_hidden_twice")
+NAMES = (*SWITCHES, "rope_theta", "rope_scaling")
+
+
+def parse_settings(texts: Iterable[str]) -> HeadSettings:
+    """NAME=VALUE of `--head-set`. Raises UsageError for an unknown name, a wrong value, a name twice."""
+    found: dict[str, bool | float | str] = {}
+    for text in texts:
+        name, _, value = (part.strip() for part in text.partition("="))
+        if name not in NAMES:
+            raise UsageError(
+                f"--head-set knows {', '.join(NAMES)}; found {text!r}",
+                hint="for example --head-set norm_output=false",
+            )
+        if name in found:
+            raise UsageError(f"--head-set gives {name} twice")
+        found[name] = _parsed(name, value)
+    return HeadSettings(**found)  # type: ignore[arg-type]
+
+
+def _parsed(name: str, value: str) -> bool | float | str:
+    if name in SWITCHES:
+        if value.lower() not in _SWITCHES:
+            raise UsageError(f"--head-set {name} should be true or false, found {value!r}")
+        return _SWITCHES[value.lower()]
+    if name == "rope_scaling":
+        if value.lower() != NO_SCALING:
+            raise UsageError(
+                f"--head-set rope_scaling can only be {NO_SCALING}, found {value!r}",
+                hint="another scaling belongs into the head's config.json",
+            )
+        return NO_SCALING
+    try:
+        number = float(value)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise UsageError(f"--head-set {name} should be a positive number, found {value!r}")
+    return number
+
+
+def _written(value: bool | float | str) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, str) else f"{value:g}" if float(f"{value:g}") == value else repr(value)
