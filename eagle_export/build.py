@@ -130,8 +130,9 @@ def _export(
         names += ["fuse", "draft"] if plan.loaded.spec.has_fuse else ["draft"]
     known = {name: recall_graph(journal, name, quantization) for name in names}
     specs = {name: spec for name, spec in known.items() if spec is not None}
+    from eagle_export.graphs.files import data_files
+
     if len(specs) < len(names):
-        from eagle_export.graphs.files import data_files
         from eagle_export.reference import DTYPES, load_hollow
 
         with report.step("read the headers of the weights"):
@@ -145,6 +146,9 @@ def _export(
                 record_graph(journal, specs[name], [file, *data_files(file)], quantization)
     with report.step("check the graphs"):
         check_graphs(folder, specs)
+    links, files = _links(plan), {file for name in names for file in data_files(folder / f"{name}.onnx")}
+    if links is not None and not any(links.origin(file.name) for file in files):
+        report.note(f"note: nothing is linked: the checkpoint holds no large weight in {plan.dtype}")
     if quantization is not None and (along := quantization.kept_along):
         report.note(f"note: {len(along)} layers share a product with one kept in 16 bit: {along[0]}, …")
     return {name: specs[name] for name in names}
@@ -206,7 +210,9 @@ def measure_accuracy(plan: Plan, folder: Path, report: Report) -> AccuracyInfo |
         return None
     with report.step("load the weights in fp32"):
         reference = load_modules(plan.target, plan.loaded, DTYPES["fp32"])
-        own = _load(plan) if plan.precision == "bf16" else reference
+        own = reference
+        if plan.precision == "bf16":
+            own = load_modules(plan.target, plan.loaded, DTYPES[plan.dtype])
         files = {path.stem: path for path in (folder / "onnx").glob("*.onnx")}
         graphs, backend = runnable_graphs(files, own, plan.precision, plan.limits.cache_rows)
     text = Text.load(folder / TOKENIZER)
@@ -255,12 +261,6 @@ def _links(plan: Plan) -> Links | None:
     if not plan.link_weights:
         return None
     return Links({plan.target.folder: "target-"} | ({plan.head.folder: "head-"} if plan.head else {}))
-
-
-def _load(plan: Plan) -> Modules:
-    from eagle_export.reference import DTYPES, load_modules
-
-    return load_modules(plan.target, plan.loaded, DTYPES[plan.dtype])
 
 
 def _add_graphs(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from eagle_run.bundle import AccuracyInfo
 
 Status = Literal["ok", "warn", "fail"]
+READING = "head: reading"  # the one check that says nothing of the answers
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,13 @@ class Check:
     detail: str
     value: float | None = None
     limit: float | None = None
+
+
+def advice(checks: Iterable[Check]) -> str:
+    """What to do about the checks that failed."""
+    if {check.name for check in checks if check.status == "fail"} == {READING}:
+        return "its answers are right, but more drafts could be accepted: build it again as the check says"
+    return "do not use this bundle; build it again, and report it if that does not help"
 
 
 @dataclass(frozen=True)

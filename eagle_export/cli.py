@@ -195,6 +195,7 @@ def verify(bundle: Path, threads: int, as_json: bool, **options: Any) -> None:
       eagle-export verify bundles/smollm2-135m-eagle3
       eagle-export verify bundles/smollm2-135m-eagle3 --prompts my.jsonl --limit 8 --json
     """
+    from eagle_export.checks import advice
     from eagle_export.progress import Report
     from eagle_export.verify import render, verify_bundle
 
@@ -204,7 +205,7 @@ def verify(bundle: Path, threads: int, as_json: bool, **options: Any) -> None:
     if not result.passed:
         raise EagleError(
             f"{bundle}: {result.failures} of {len(result.checks)} checks failed",
-            hint="do not use this bundle; build it again, and report it if that does not help",
+            hint=advice(result.checks),
         )
 
 

@@ -14,12 +14,13 @@ from eagle_export.engines.architectures import arch_name, check_architectures
 from eagle_export.engines.compile import compile_engine
 from eagle_export.engines.profiles import choose_profiles
 from eagle_export.engines.request import EngineRequest, EngineSettings
-from eagle_export.estimate import estimate, memory_here, weigh_bundle
+from eagle_export.estimate import estimate, memory_here
 from eagle_export.options import EngineOptions
 from eagle_export.partial import space_of
 from eagle_export.place import free_space
 from eagle_export.progress import Report
 from eagle_export.resume import tool_identity
+from eagle_export.weigh import weigh_bundle
 from eagle_export.writer import BundleWriter
 from eagle_run.backends.library import Library, find_library
 from eagle_run.bundle import Artifact, Bundle, EngineInfo, EngineProfile, Limits, TreeDefaults, load_bundle

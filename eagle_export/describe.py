@@ -84,6 +84,8 @@ def _facts(data: Description) -> Iterator[tuple[str, str]]:
             "",
             f"{_dims(head)}, vocabulary {head['draft_vocab_size']}, features {_ids(head['feature_layers'])}",
         )
+        if head["settings"]:
+            yield "", f"read with {', '.join(head['settings'])}"
         parents = f", parents {_ids(tree['parents'])}" if tree["parents"] else ""
         shape = f"depth {tree['depth']}, top_k {tree['top_k']}, {tree['nodes']} nodes"
         yield "tree", f"{tree['kind']}, {shape} (root included){parents}"

@@ -13,19 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from eagle_export.describe import size
-from eagle_export.weigh import GraphWeights, weigh_bundle, weigh_checkpoints
+from eagle_export.weigh import GraphWeights
 from eagle_run.errors import EagleError
-
-__all__ = [
-    "Estimate",
-    "GraphEstimate",
-    "GraphWeights",
-    "Memory",
-    "estimate",
-    "memory_here",
-    "weigh_bundle",
-    "weigh_checkpoints",
-]
 
 # Lines through what was measured. Bytes of a graph's nodes and of an engine's kernels: once, by layer.
 _GRAPH = (1_000, 11_000)

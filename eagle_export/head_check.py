@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_export.checks import Check
+from eagle_export.checks import READING, Check
+from eagle_export.head_settings import SWITCHES
 from eagle_export.heads.spec import HeadSpec, default_feature_layers
+from eagle_export.models.families import rope_of
 from eagle_export.models.head import Draft, Fuse
 from eagle_export.reference import Modules
 from eagle_export.train.ttt import Batch, unroll
@@ -27,7 +29,6 @@ STEPS = 3
 # accused. The demo head over 12 answers: layers one off cost 0.08 and 0.12 nats at z 5.9 and 6.9, norms in
 # another place whole nats; the best other reading of the right one gains 0.009 at z 1.3.
 SIGNIFICANT, CLEAR = 4.0, 0.02
-_SWITCHES = ("norm_output", "norm_before_residual", "norm_hidden_twice")
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def readings(spec: HeadSpec, *, layers: int, target_theta: float | None = None) 
                 flag = f"--layer-ids {','.join(map(str, ids))}"
                 found.append(Reading(flag, replace(spec, feature_layers=ids)))
     if spec.algorithm == "eagle3":
-        for name in _SWITCHES:
+        for name in SWITCHES:
             changed: dict[str, Any] = {name: not getattr(spec, name)}
             flag = f"--head-set {name}={str(changed[name]).lower()}"
             found.append(Reading(flag, replace(spec, **changed)))
@@ -125,19 +126,18 @@ def measure_readings(
 
 def check_readings(found: Sequence[Measured]) -> Check:
     """Fails when another reading of the head is clearly better than the bundle's own."""
-    name = "head: reading"
     if not found or not found[0].drafts:
-        return Check(name, "ok", "no answer is long enough to try other readings of the head on")
+        return Check(READING, "ok", "no answer is long enough to try other readings of the head on")
     own, *others = found
     detail = f"drafts that are the target's tokens, by unrolled step: {_shares(own)} of {own.drafts} in all"
     best = max(others, key=lambda other: other.gain, default=None)
     if best is None:
-        return Check(name, "ok", f"{detail}; there is no other way to read this head")
+        return Check(READING, "ok", f"{detail}; there is no other way to read this head")
     if best.z >= SIGNIFICANT and best.gain >= CLEAR:
         detail += f"; read with {best.flag} they are {_shares(best)}: build it again with that"
-        return Check(name, "fail", detail, best.gain, CLEAR)
+        return Check(READING, "fail", detail, best.gain, CLEAR)
     detail += f"; none of {len(others)} other readings is clearly better"
-    return Check(name, "ok", detail, best.gain, CLEAR)
+    return Check(READING, "ok", detail, best.gain, CLEAR)
 
 
 def _shares(reading: Measured) -> str:
@@ -149,9 +149,7 @@ def check_head(
 ) -> tuple[Check, list[Measured]]:
     """The check of a bundle's head, and all that it measured. modules: in float32."""
     assert modules.draft is not None
-    config = modules.model.config
-    rope = getattr(config, "rope_parameters", None) or {}
-    theta = rope.get("rope_theta")
+    theta = rope_of(modules.model.config).get("rope_theta")
     chosen = readings(
         modules.draft.spec,
         layers=modules.target.dims.layers,

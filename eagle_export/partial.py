@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from eagle_export.files import alone_in
-from eagle_export.place import disk_full, swap
+from eagle_export.place import disk_full, settle, swap
 from eagle_run.bundle import MANIFEST, file_sha256, remember_sha256
 from eagle_run.errors import EagleError
 
 JOURNAL = "journal.json"
+_NEXT = f"{JOURNAL}.new"  # while it is written
 _FORMAT = 1
 
 
@@ -53,6 +54,7 @@ class Partial:
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.folder = partial_of(place)
+        self._place = place
         self._identity = _plain(identity)
         self._fresh = fresh
         self._note = note
@@ -72,6 +74,7 @@ class Partial:
             ) from None
         try:
             self._check_ours()
+            settle(self._place)
             self._read()
             self._tidy()
             self._write()
@@ -127,13 +130,15 @@ class Partial:
         for name in unused - set(files):
             (self.folder / name).unlink(missing_ok=True)
         (self.folder / JOURNAL).unlink()
-        swap(self.folder, place)
-        self._published = True
+        try:
+            swap(self.folder, place)
+        finally:  # also where an interrupt comes in between
+            self._published = not self.folder.exists()
 
     def _check_ours(self) -> None:
         """A folder of this name that no run made stays as it is."""
         there = {path.name for path in self.folder.iterdir()}
-        if there and not there & {JOURNAL, MANIFEST}:
+        if there and not there & {JOURNAL, _NEXT, MANIFEST}:
             raise EagleError(
                 f"{self.folder} holds files that are not of an interrupted run; it is left alone",
                 hint="move it away, or choose another place with --out",
@@ -190,7 +195,7 @@ class Partial:
             "identity": self._identity,
             "steps": {name: asdict(step) for name, step in self._steps.items()},
         }
-        whole = self.folder / f"{JOURNAL}.new"
+        whole = self.folder / _NEXT
         with whole.open("w", encoding="utf-8") as file:
             json.dump(data, file)
             file.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from eagle_run.bundle import MANIFEST
@@ -13,14 +14,37 @@ from eagle_run.errors import EagleError
 
 def free_space(path: Path) -> int:
     """Bytes that are free on the disk that will hold `path`."""
-    there = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
-    return shutil.disk_usage(there).free
+    return shutil.disk_usage(_existing(path)).free
+
+
+def check_links(files: Iterable[Path], place: Path) -> None:
+    """Raises EagleError where files are on another disk than `place` will be: they cannot be linked there.
+
+    Folders are compared, since a file in a layered file system may name another device.
+    """
+    disk = _existing(place).stat().st_dev
+    for file in files:
+        if file.resolve().parent.stat().st_dev != disk:
+            raise EagleError(
+                f"{file} cannot be linked into {place}: it is on another disk",
+                hint="choose a place on the checkpoint's own disk with --out, or leave out --link-weights",
+            )
+
+
+def _existing(path: Path) -> Path:
+    """`path`, or the nearest folder above it that is there."""
+    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
 
 
 def check_place(path: Path, *, force: bool) -> None:
     """Raises EagleError unless a bundle may be written to `path`: free, empty, or a bundle to be replaced."""
     if path.is_file():
         raise EagleError(f"{path} is a file; expected a folder to write the bundle to")
+    if path.is_symlink() and not path.exists():  # a folder cannot be renamed over it
+        raise EagleError(
+            f"{path} is a link to nothing: expected a folder, or a free name",
+            hint="remove the link, or choose another place with --out",
+        )
     if not path.is_dir() or not any(path.iterdir()):
         return
     if not (path / MANIFEST).is_file():
@@ -33,8 +57,11 @@ def check_place(path: Path, *, force: bool) -> None:
 
 
 def swap(new: Path, place: Path) -> None:
-    """Renames `new` to `place`; what was there is moved aside first and restored if that fails."""
-    aside = place.with_name(f"{place.name}.old-{os.getpid()}")
+    """Renames `new` to `place`; what was there is moved aside first and restored if that fails.
+
+    One run at a time may do so for a place; `settle` puts right what a killed one left.
+    """
+    aside = _aside(place)
     try:
         if place.exists():
             place.rename(aside)
@@ -47,10 +74,33 @@ def swap(new: Path, place: Path) -> None:
                 f"{place}: the finished bundle cannot be put in place: {error.strerror}"
             ) from error
         raise
+    _remove(aside)
+
+
+def settle(place: Path) -> None:
+    """After a run was killed in `swap`: what was at `place` returns, or goes if the new one is there."""
+    aside = _aside(place)
+    if os.path.lexists(aside) and not place.exists():
+        aside.rename(place)
+    _remove(aside)
+
+
+def _aside(place: Path) -> Path:
+    return place.with_name(f"{place.name}.partial.old")
+
+
+def _remove(aside: Path) -> None:
+    """Removes what was replaced. An interrupt waits for that: nobody would do it later."""
+    if not os.path.lexists(aside):
+        return
     if aside.is_symlink():
         aside.unlink()  # only the link was ours to replace
-    else:
+        return
+    try:
         shutil.rmtree(aside, ignore_errors=True)
+    except KeyboardInterrupt:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
 
 
 def disk_full(error: BaseException | None) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_export import recipe as recipes
+from eagle_export import weights
 from eagle_export.describe import size
 from eagle_export.options import (
     BuildOptions,
@@ -17,7 +18,7 @@ from eagle_export.options import (
     choose_tree,
 )
 from eagle_export.partial import space_of
-from eagle_export.place import check_place, free_space
+from eagle_export.place import check_links, check_place, free_space
 from eagle_run.bundle import Limits, TreeDefaults
 
 if TYPE_CHECKING:
@@ -62,6 +63,9 @@ def make_plan(options: BuildOptions) -> Plan:
     loaded = None
     if head is not None:
         loaded = load_fitting_head(head, config, options.head_settings)
+    if options.link_weights:
+        folders = [target.folder] + ([head.folder] if head else [])
+        check_links((file for folder in folders for file in weights.weight_files(folder)), out.parent)
     rows = cache_rows_for(limits, tree)
     return Plan(
         target=target,
@@ -98,7 +102,8 @@ def _default_place(options: BuildOptions, recipe: recipes.Recipe) -> Path:
 
 def estimate_plan(plan: Plan) -> Estimate:
     """What it will take: from the headers of the weight files, which are not read."""
-    from eagle_export.estimate import estimate, weigh_checkpoints
+    from eagle_export.estimate import estimate
+    from eagle_export.weigh import weigh_checkpoints
 
     graphs = weigh_checkpoints(
         plan.target.folder,

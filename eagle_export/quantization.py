@@ -91,9 +91,7 @@ def find_quantization(plan: Plan, tokenizer: Path, report: Report, journal: Part
     assert scales is not None
     for note in scales.check_range(plan.dtype):
         report.note(f"note: {note}")
-    asked = {"lm_head": plan.fp8.lm_head, "fc": plan.fp8.fuse}
-    also = [name for name, wanted in asked.items() if wanted]
-    chosen = choose(scales, plan.fp8.keep, also)
+    chosen = choose(scales, plan.fp8.keep, _also(plan))
     if "lm_head" in chosen.inputs.get("target", {}) and plan.config.tie_word_embeddings:
         report.note("note: the target's lm_head shares its weight with the embedding and stays in 16 bit")
         chosen = _without(chosen, "target", "lm_head")
@@ -114,12 +112,10 @@ def check_fp8(plan: Plan) -> None:
 
     if plan.precision != "fp8":
         return
-    asked = {"lm_head": plan.fp8.lm_head, "fc": plan.fp8.fuse}
-    also = [name for name, wanted in asked.items() if wanted]
     if plan.fp8.scales is not None:
         scales = Scales.load(plan.fp8.scales)
         scales.check_identity(plan.target.sha256, None if plan.head is None else plan.head.sha256)
-        choose(_of_these_graphs(scales, plan), plan.fp8.keep, also)
+        choose(_of_these_graphs(scales, plan), plan.fp8.keep, _also(plan))
     elif names := _layer_names(plan):
         for pattern in plan.fp8.keep:
             if not any(fnmatchcase(name, pattern) for name in names):
@@ -127,6 +123,12 @@ def check_fp8(plan: Plan) -> None:
                 raise UsageError(
                     f"no linear layer is called {pattern!r}", hint="there are " + ", ".join(shown)
                 )
+
+
+def _also(plan: Plan) -> list[str]:
+    """Products that are quantised only when they are asked for."""
+    asked = {"lm_head": plan.fp8.lm_head, "fc": plan.fp8.fuse}
+    return [name for name, wanted in asked.items() if wanted]
 
 
 def _layer_names(plan: Plan) -> set[str]:

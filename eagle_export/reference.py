@@ -17,7 +17,7 @@ from eagle_export.head_settings import UNSAID, HeadSettings, parse_settings
 from eagle_export.heads import LoadedHead, load_head
 from eagle_export.models.families import FAMILIES, TEXT_PARTS, check_family, family_of, text_part
 from eagle_export.models.target import TargetModule, load_target, target_dims
-from eagle_export.stored import stored_place
+from eagle_export.stored import source_of
 from eagle_run.backends.base import Graph
 from eagle_run.bundle import HeadInfo, Manifest
 from eagle_run.errors import EagleError, first_line
@@ -107,7 +107,7 @@ def load_hollow(target: ResolvedTarget, loaded: LoadedHead | None, dtype: torch.
     model = load_recorded(target.folder, dtype)
     empty = None
     if loaded is not None:
-        held = {name: stored_place(tensor) or InMemory(tensor) for name, tensor in loaded.tensors.items()}
+        held = {name: source_of(tensor) or InMemory(tensor) for name, tensor in loaded.tensors.items()}
         empty = replace(loaded, tensors={name: Recorded(weight) for name, weight in held.items()})
     modules = _join(model, empty, dtype)
     parts = {"target": modules.target.model, "fuse": modules.fuse, "draft": modules.draft}

@@ -20,22 +20,22 @@ WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 2}  # bytes of a value that is
 _LINEAR = re.compile(r"(?:^|\.)(?:layers\.\d+|midlayer)\..+\.(?:[qkvo]|gate|up|down)_proj\.weight$")
 _LAYER = re.compile(r"(?:layers\.\d+|midlayer)\.")
 _FUSE = re.compile(r"^(?:fc|input_norm|fc_norm)\.")
-_LINKED = 4096  # bytes of the smallest weight that is worth a link
+SMALLEST_LINK = 4096  # bytes of a weight; what is smaller is written with the rest
 _STORED = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}  # what safetensors calls them
 # Vocabulary maps, and the scales of checkpoints that are quantised already: nothing beside the weights.
 _NOT_IN_GRAPH = re.compile(r"^(?:d2t|t2d)$|(?:_scale|_scale_inv|rotary_emb\.inv_freq)$")
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor in a checkpoint: how many values, of which type, in how many bytes (0: in another's file)."""
+class Size:
+    """Of a tensor in a checkpoint: its values, their type, and its bytes (0: in another's file)."""
 
     values: int
     dtype: str
     bytes: int
 
 
-Sizes = dict[str, Stored]  # of a checkpoint's tensors, by name
+Sizes = dict[str, Size]  # of a checkpoint's tensors, by name
 
 
 @dataclass(frozen=True)
@@ -72,21 +72,26 @@ def weigh_checkpoints(
     and the 16-bit type. Files of torch's .bin have no header to read: they count as the 16-bit linear layers
     that they mostly are.
     """
+    from eagle_export.heads import names
+
     scale = _Scale(precision, tuple(keep), lm_head, base)
-    own, unread = _sizes(target)
-    if weights.read_config(target).get("tie_word_embeddings"):
+    stored, unread = _sizes(target)
+    own = _language_part(stored)
+    if _is_tied(target):
         own.pop("lm_head.weight", None)  # some files hold the one matrix twice, a graph does not
-    graphs = [scale.graph("target", own, unread)]
+    graphs = [replace(scale.graph("target", own, unread), read_bytes=_bytes(stored) + unread)]
     if head is None:
         return tuple(graphs)
-    draft, draft_unread = _sizes(head)
+    stored, draft_unread = _sizes(head)
+    draft = names.canonical(stored)
     if any(name.startswith(("midlayer.", "layers.0.hidden_norm.")) for name in draft):  # EAGLE-3 has a fuse
         fuse = {name: draft.pop(name) for name in list(draft) if _FUSE.match(name)}
         graphs.append(scale.graph("fuse", fuse, 0))
     if "embed_tokens.weight" not in draft and "model.embed_tokens.weight" in own:
         draft["embed_tokens.weight"] = replace(own["model.embed_tokens.weight"], bytes=0)  # its own copy
-    if "lm_head.weight" not in draft and "lm_head.weight" in own:  # EAGLE-1 reads the target's
-        draft["lm_head.weight"] = replace(own["lm_head.weight"], bytes=0)
+    output = own.get("lm_head.weight") or own.get("model.embed_tokens.weight")
+    if "lm_head.weight" not in draft and output is not None:  # EAGLE-1 reads the target's
+        draft["lm_head.weight"] = replace(output, bytes=0)
     return (*graphs, scale.graph("draft", draft, draft_unread))
 
 
@@ -133,7 +138,7 @@ class _Scale:
             layers=len({match[0] for key in found if (match := _LAYER.search(key))}),
             bytes=sum(written.values()) + unread // 2 * (1 if self.precision == "fp8" else width),
             fp32_bytes=sum(tensor.values for tensor in found.values()) * 4 + unread * 2,
-            read_bytes=sum(tensor.bytes for tensor in sizes.values()) + unread,
+            read_bytes=_bytes(sizes) + unread,
             held_bytes=max(together.values(), default=0) + unread // 2 * width,
             linked_bytes=sum(written[key] for key in linked),
             unlinked_held_bytes=max(apart.values(), default=0) + unread // 2 * width,
@@ -143,10 +148,10 @@ class _Scale:
         """Bytes of a value in the graph."""
         return 1 if self._quantised(key) else WIDTHS[self.precision]
 
-    def _links(self, key: str, tensor: Stored) -> bool:
+    def _links(self, key: str, tensor: Size) -> bool:
         """Whether the graph has a weight as the checkpoint does, so that it could stay there."""
         kind = self.base if self.precision == "fp8" else self.precision
-        small = tensor.values * WIDTHS[self.precision] < _LINKED
+        small = tensor.values * WIDTHS[self.precision] < SMALLEST_LINK
         return tensor.dtype == _STORED[kind] and not small and not self._quantised(key)
 
     def _quantised(self, key: str) -> bool:
@@ -164,15 +169,41 @@ def _merged(key: str) -> str:
     return re.sub(r"\b(?:gate|up)_proj\b", "gate_up_proj", re.sub(r"\b[qkv]_proj\b", "qkv_proj", key))
 
 
+def _is_tied(folder: Path) -> bool:
+    """Whether a target's lm_head is its embedding. A model that sees too says it of its language part."""
+    config = weights.read_config(folder)
+    part = config.get("text_config")
+    return bool((part if isinstance(part, dict) else config).get("tie_word_embeddings"))
+
+
+def _language_part(sizes: Sizes) -> Sizes:
+    """Without vision towers, under the names that the language part has for itself."""
+    from eagle_export.models.families import NO_TEXT, TEXT_KEYS
+
+    found: Sizes = {}
+    for name, tensor in sizes.items():
+        if name.startswith(NO_TEXT):
+            continue
+        own = name
+        for pattern, replacement in TEXT_KEYS.items():
+            own = re.sub(pattern, replacement, own)
+        found[own] = tensor
+    return found
+
+
+def _bytes(sizes: Sizes) -> int:
+    return sum(tensor.bytes for tensor in sizes.values())
+
+
 def _sizes(folder: Path) -> tuple[Sizes, int]:
     """Of all tensors in a model folder's weight files, and the bytes of the files that have no header."""
     sizes: Sizes = {}
     unread = 0
-    for path in weights.weight_files(folder):
+    for path in weights.model_files(folder):
         if path.suffix != ".safetensors":
             unread += path.stat().st_size
             continue
         for name, entry in weights.read_header(path).items():
             start, end = entry["data_offsets"]
-            sizes[name] = Stored(math.prod(entry["shape"]), entry["dtype"], end - start)
+            sizes[name] = Size(math.prod(entry["shape"]), entry["dtype"], end - start)
     return sizes, unread

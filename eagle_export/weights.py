@@ -120,10 +120,22 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
 
 
+def model_files(folder: Path) -> list[Path]:
+    """Those of `weight_files` that make up the model, as Transformers reads it: some publishers put the same
+    weights in a layout of their own beside them."""
+    files, index = weight_files(folder), folder / "model.safetensors.index.json"
+    if (whole := folder / "model.safetensors") in files:
+        return [whole]
+    if not index.is_file():
+        return files
+    names = set(read_json(index).get("weight_map", {}).values())
+    return [path for path in files if path.name in names]
+
+
 def read_json(where: Path) -> dict[str, Any]:
     """The object in a JSON file of a model folder. Raises EagleError for anything else."""
     try:
-        data = json.loads(where.read_text(encoding="utf-8"))
+        data = json.loads(where.read_text(encoding="utf-8-sig"))  # some ship with a byte order mark
     except (OSError, ValueError) as error:
         raise EagleError(f"{where}: not readable as JSON: {error}", hint=_AGAIN) from None
     if not isinstance(data, dict):

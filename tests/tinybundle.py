@@ -157,7 +157,7 @@ def _manifest(root: Path, graphs: dict[str, onnx.ModelProto], *, head: bool, nam
         **sizes,
     }
     return {
-        "schema_version": 2,
+        "schema_version": 3,
         "name": name,
         "created": "2026-01-01T00:00:00+00:00",
         "tool_version": "0.1.0",

@@ -150,11 +150,9 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def _tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a folder, whatever file it is in."""
+    """Every tensor of the model in a folder, whatever file it is in."""
     return {
-        name: tensor
-        for path in sorted(folder.glob("*.safetensors"))
-        for name, tensor in stored_tensors(path).items()
+        name: tensor for path in weights.model_files(folder) for name, tensor in stored_tensors(path).items()
     }
 
 

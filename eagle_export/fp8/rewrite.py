@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 from eagle_export.fp8.scales import LARGEST
-from eagle_export.graphs.stream import Blocks, Rows, Streamed, largest, stream
+from eagle_export.graphs.passes import register
+from eagle_export.graphs.stream import Blocks, Rows, Streamed, stream
+from eagle_export.stored import largest
 from eagle_run.errors import EagleError
 
 if TYPE_CHECKING:
@@ -155,11 +157,7 @@ class _Scope:
 
     def _register(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
         tensor.name = name
-        value = ir.Value(
-            name=name, shape=ir.Shape(tensor.shape), type=ir.TensorType(tensor.dtype), const_value=tensor
-        )
-        self.model.graph.register_initializer(value)
-        return value
+        return register(self.model, tensor)
 
 
 class _OwnWeight(Blocks):

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import onnx
+
 from eagle_export.graphs.files import data_files
 from eagle_export.graphs.ops import OPSET
 from eagle_run.backends.base import GraphSpec
@@ -24,8 +26,6 @@ def check_file(path: Path, spec: GraphSpec | None = None) -> None:
     passes; opset 24 of the standard domain is the only one used, without local functions; and when `spec` is
     given, inputs and outputs have exactly its names, dtypes and shapes.
     """
-    import onnx
-
     if not path.is_file():
         raise EagleError(f"{path} does not exist", hint="export it first")
     try:
@@ -103,8 +103,6 @@ def _nodes(graph: Any) -> Iterator[Any]:
 
 
 def _check_signature(path: Path, model: Any, spec: GraphSpec) -> None:
-    import onnx
-
     for kind, values, tensors in (
         ("inputs", model.graph.input, spec.inputs),
         ("outputs", model.graph.output, spec.outputs),

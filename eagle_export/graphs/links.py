@@ -17,10 +17,9 @@ import onnx_ir as ir
 
 from eagle_export.graphs.stream import Streamed
 from eagle_export.stored import Place
+from eagle_export.weigh import SMALLEST_LINK
 from eagle_run.errors import EagleError
 from eagle_run.hashing import file_sha256, remember_sha256
-
-_SMALLEST = 4096  # bytes; what is smaller is written with the rest
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Links:
         if not isinstance(tensor, Streamed) or (value.name or "").removesuffix(".weight") in self.written:
             return None
         place = tensor.place
-        if place is None or place.length < _SMALLEST or place.file.parent not in self.names:
+        if place is None or place.length < SMALLEST_LINK or place.file.parent not in self.names:
             return None
         return place
 

@@ -149,7 +149,7 @@ def transpose_weights(model: ir.Model, linked: Callable[[ir.Value], bool] | None
         if linked is not None and linked(source):
             continue
         axes = tuple(node.attributes["perm"].as_ints())
-        weight = _register(model, stream(source.const_value).permuted(f"{source.name}.T", axes))
+        weight = register(model, stream(source.const_value).permuted(f"{source.name}.T", axes))
         node.outputs[0].replace_all_uses_with(weight)
         graph.remove(node, safe=True)
         del graph.initializers[source.name]
@@ -180,7 +180,7 @@ def _merge(model: ir.Model, rows: ir.Value, nodes: Sequence[ir.Node]) -> None:
 
     parts = [part for tensor in tensors for part in stream(tensor).parts]
     name = "+".join(weight.name for weight in weights)
-    joined = _register(model, Streamed(name, parts, TORCH_DTYPES[dtype]))
+    joined = register(model, Streamed(name, parts, TORCH_DTYPES[dtype]))
     key = "widths_" + "_".join(map(str, widths))
     sizes = model.graph.initializers.get(key) or _initializer(model, key, np.array(widths, np.int64))
     scope = _joined_scope([_scope(node) for node in nodes])
@@ -220,10 +220,11 @@ def _copied_size(source: ir.Shape, axis: int, dim: int | ir.SymbolicDim) -> int 
 
 
 def _initializer(model: ir.Model, name: str, array: np.ndarray) -> ir.Value:
-    return _register(model, ir.tensor(array, name=name))
+    return register(model, ir.tensor(array, name=name))
 
 
-def _register(model: ir.Model, tensor: ir.TensorProtocol) -> ir.Value:
+def register(model: ir.Model, tensor: ir.TensorProtocol) -> ir.Value:
+    """An initializer of the graph, named as its tensor."""
     value = ir.Value(
         name=tensor.name,
         shape=ir.Shape(tensor.shape),

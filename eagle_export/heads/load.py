@@ -5,19 +5,17 @@ Everything that can be wrong with a head is found here, before anything is trace
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from eagle_export import weights
 from eagle_export.head_settings import UNSAID, HeadSettings
 from eagle_export.heads import names, safeai
 from eagle_export.heads.detect import DIALECTS, detect_dialect
-from eagle_export.heads.spec import HeadSpec, TargetSizes, Tensors, expected_shapes
+from eagle_export.heads.spec import Config, HeadSpec, TargetSizes, Tensors, expected_shapes
 from eagle_export.stored import all_finite, marked
 from eagle_run.errors import EagleError, first_line
 
@@ -31,7 +29,6 @@ class LoadedHead:
 
     tensors          canonical name -> tensor in the checkpoint's dtype, exactly `expected_shapes(spec)`.
     draft_to_target  int64 [Vd]: target vocabulary id of each draft vocabulary id.
-    sha256           file name -> hex digest, of every file that was read.
     settings         what a person or a recipe said about it.
     """
 
@@ -39,7 +36,6 @@ class LoadedHead:
     spec: HeadSpec
     tensors: Tensors
     draft_to_target: Tensor
-    sha256: dict[str, str]
     settings: HeadSettings = UNSAID
 
 
@@ -51,9 +47,8 @@ def load_head(folder: Path, target: TargetSizes, said: HeadSettings = UNSAID) ->
     honoured, the vocabulary map is broken, or the head is of another target.
     """
     folder = Path(folder)
-    config = _read_json(folder / "config.json")
-    tensors, files = _read_weights(folder)
-    tensors = names.canonical(tensors)
+    config = _read_config(folder)
+    tensors = names.canonical(_read_weights(folder))
     spec, tensors = DIALECTS[detect_dialect(config, tensors)](config, tensors, target)
     offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
     spec = said.apply(spec)
@@ -61,29 +56,22 @@ def load_head(folder: Path, target: TargetSizes, said: HeadSettings = UNSAID) ->
     _check_layers(spec, target, tensors, chosen=said.layer_ids is not None)
     _check_tensors(spec, tensors)
     draft_to_target = _vocabulary_map(spec, offsets, mask)
-    digests = {path.name: _sha256(path) for path in (folder / "config.json", *files)}
-    return LoadedHead(folder, spec, tensors, draft_to_target, digests, said)
+    return LoadedHead(folder, spec, tensors, draft_to_target, said)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))  # some heads ship with a byte order mark
-    except FileNotFoundError:
+def _read_config(folder: Path) -> Config:
+    path = folder / "config.json"
+    if not path.is_file():
         raise EagleError(
-            f"no {path.name} in {path.parent}", hint="a head is a folder with config.json and its weights"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise EagleError(f"{path} cannot be read as JSON: {error}", hint="download the head again") from error
-    if not isinstance(content, dict):
-        raise EagleError(f"{path} must hold a JSON object, found {type(content).__name__}")
-    return content
+            f"no {path.name} in {folder}", hint="a head is a folder with config.json and its weights"
+        )
+    return weights.read_json(path)
 
 
-def _read_weights(folder: Path) -> tuple[Tensors, list[Path]]:
-    """All tensors of a folder and the files they came from."""
+def _read_weights(folder: Path) -> Tensors:
     for name in WEIGHT_FILES:
         if (folder / name).is_file():
-            return _read_file(folder / name), [folder / name]
+            return _read_file(folder / name)
         index = folder / f"{name}.index.json"
         if index.is_file():
             return _read_shards(index)
@@ -93,8 +81,8 @@ def _read_weights(folder: Path) -> tuple[Tensors, list[Path]]:
     )
 
 
-def _read_shards(index: Path) -> tuple[Tensors, list[Path]]:
-    weight_map = _read_json(index).get("weight_map")
+def _read_shards(index: Path) -> Tensors:
+    weight_map = weights.read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise EagleError(f"{index} has no weight_map")
     shards = sorted({str(name) for name in weight_map.values()})
@@ -107,7 +95,7 @@ def _read_shards(index: Path) -> tuple[Tensors, list[Path]]:
     absent = set(weight_map) - set(tensors)
     if absent:
         raise safeai.missing(absent, f"named in {index.name}")
-    return tensors, [index, *(index.parent / name for name in shards)]
+    return tensors
 
 
 def _read_file(path: Path) -> Tensors:
@@ -247,8 +235,3 @@ def _vocabulary_map(spec: HeadSpec, offsets: Tensor | None, mask: Tensor | None)
                 hint="d2t must hold offsets (target id minus draft id)",
             )
     return ids
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from eagle_export.heads.spec import HeadSpec, Tensors
 from eagle_run.errors import EagleError
 
+T = TypeVar("T")
 # Copies of the target's weights that a trainer kept for its loss, and buffers that are computed anyway.
 _UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight")
 _BUFFER = "rotary_emb.inv_freq"
@@ -14,9 +16,9 @@ _RENAMED = {"draft_id_to_target_id": "d2t"}  # as inference engines call it
 _FIRST = "layers.0."
 
 
-def canonical(tensors: Tensors) -> Tensors:
+def canonical(tensors: Mapping[str, T]) -> dict[str, T]:
     """Without prefixes, buffers and copies that mean nothing. Raises EagleError for a name twice."""
-    found: Tensors = {}
+    found: dict[str, T] = {}
     for name, tensor in tensors.items():
         short = name.removeprefix("model.")
         short = _RENAMED.get(short, short)

@@ -43,7 +43,7 @@ def flagged(config: Config, tensors: Tensors, target: TargetSizes, *, dialect: s
     """The spec of a Llama config with flags and layer ids, at the top level or in `eagle_config`."""
     safeai.refuse_unknown(config, READ | HARMLESS)
     nested = _nested(config)
-    flags = {flag: switch(nested if flag in nested else config, flag) for flag in FLAGS}
+    flags = {flag: _flag(config, nested, flag) for flag in FLAGS}
     changes: dict[str, Any] = dict(flags)
     if not switch(nested, "use_aux_hidden_state", default=True):
         for flag in ("norm_before_fc", "fc_norm"):
@@ -76,6 +76,18 @@ def switch(config: Config, key: str, *, default: bool = False) -> bool:
     if not isinstance(value, bool):
         raise EagleError(f"config.json of the head: {key} must be true or false, found {value!r}")
     return value
+
+
+def _flag(config: Config, nested: Config, key: str) -> bool:
+    """A flag that may stand in two places. Raises EagleError where they contradict each other."""
+    said = [switch(place, key) for place in (config, nested) if place.get(key) is not None]
+    if len(set(said)) > 1:
+        raise EagleError(
+            f"config.json of the head: {key} is {str(said[0]).lower()} at the top level and "
+            f"{str(said[1]).lower()} in eagle_config",
+            hint="remove the one that is wrong",
+        )
+    return any(said)
 
 
 def feature_layers(config: Config, nested: Config) -> tuple[int, ...] | None:

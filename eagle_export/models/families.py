@@ -12,6 +12,7 @@ from eagle_run.errors import EagleError
 # Rotations whose frequencies do not depend on the length of the sequence.
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 FULL, WINDOW, CHUNK = "full_attention", "sliding_attention", "chunked_attention"
+_SPANS = {WINDOW: "sliding_window", CHUNK: "attention_chunk_size"}  # where a config says how far
 Replacement = Callable[..., Any]
 
 
@@ -149,12 +150,8 @@ def layer_spans(config: Any) -> dict[str, Span | None]:
         return {FULL: None} if window is None else {WINDOW: Span("window", window)}
     spans: dict[str, Span | None] = {}
     for kind in dict.fromkeys(config.layer_types):
-        if kind == WINDOW and config.sliding_window is not None:
-            spans[kind] = Span("window", config.sliding_window)
-        elif kind == CHUNK and config.attention_chunk_size is not None:
-            spans[kind] = Span("chunk", config.attention_chunk_size)
-        else:
-            spans[kind] = None
+        size = getattr(config, _SPANS[kind], None) if kind in _SPANS else None
+        spans[kind] = None if size is None else Span("window" if kind == WINDOW else "chunk", size)
     return spans
 
 
@@ -165,16 +162,16 @@ def check_family(config: Any, max_seq_len: int) -> None:
     rotation must not depend on the length of the sequence.
     """
     family = family_of(config)
-    known = {FULL, WINDOW, CHUNK}
-    if other := sorted(set(getattr(config, "layer_types", None) or ()) - known):
-        raise EagleError(
-            f"{family.title} target with {', '.join(other)} layers, expected {', '.join(sorted(known))}",
-            hint="use a target with attention in every layer",
-        )
+    _check_layer_types(config, family)
     if getattr(config, "use_bidirectional_attention", False):
         raise EagleError(
             f"{family.title} target with use_bidirectional_attention: it encodes text and decodes none",
             hint="use a target that generates text",
+        )
+    if getattr(config, "attn_logit_softcapping", None):  # which Transformers leaves out, and others do not
+        raise EagleError(
+            f"{family.title} target with attn_logit_softcapping: it has {_CAPPED}",
+            hint="set it to null in the target's config.json if the model was trained without",
         )
     for rope in _ropes(config):
         _check_rope(config, family, rope, max_seq_len)
@@ -184,6 +181,38 @@ def check_family(config: Any, max_seq_len: int) -> None:
             f"{config.max_position_embeddings} positions",
             hint=f"use --max-seq-len {config.max_position_embeddings} or less",
         )
+
+
+def _check_layer_types(config: Any, family: Family) -> None:
+    kinds, sizes = set(getattr(config, "layer_types", None) or ()), {**_SPANS, FULL: None}
+    if other := sorted(kinds - set(sizes)):
+        raise EagleError(
+            f"{family.title} target with {', '.join(other)} layers, expected {', '.join(sorted(sizes))}",
+            hint="use a target with attention in every layer",
+        )
+    for kind in sorted(kinds):
+        if (size := sizes[kind]) is not None and getattr(config, size, None) is None:
+            raise EagleError(
+                f"{family.title} target with {kind} layers, but no {size}",
+                hint="correct the target's config.json: its layer_types contradict the rest",
+            )
+    if family.masks == "one" and kinds and kinds != set(layer_spans(config)):
+        raise EagleError(
+            f"{family.title} target with layer_types {', '.join(sorted(kinds))}: in all layers of this "
+            f"family Transformers computes {', '.join(layer_spans(config))}",
+            hint="correct layer_types, sliding_window or model_type in the target's config.json",
+        )
+
+
+def rope_of(config: Any) -> dict[str, Any]:
+    """The rotation of a config. Where it differs by layer type, that of the layers that see everything."""
+    ropes = _ropes(config)
+    return dict((getattr(config, "rope_parameters", None) or {}).get(FULL) or ropes[0])
+
+
+def norm_weight(config: Any, weight: Any) -> Any:
+    """What a norm of this model multiplies with, of what is stored as its weight: Gemma adds 1 to that."""
+    return weight + 1.0 if family_of(config).norm is native.norm_one_plus else weight
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:

@@ -65,8 +65,9 @@ def _weight(tensor: Tensor) -> Weight:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The safetensors files that Transformers reads: one, or those of the index."""
+    """The safetensors files that Transformers reads, which must be whole: one, or those of the index."""
     if (folder / "model.safetensors").is_file():
+        weights.check_folder(folder)
         return [folder / "model.safetensors"]
     index = folder / "model.safetensors.index.json"
     if not index.is_file():

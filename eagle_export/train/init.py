@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle_export.heads.safeai import ACTIVATIONS, ROPE_TYPES
 from eagle_export.heads.spec import HeadSpec, Tensors, default_feature_layers, expected_shapes
+from eagle_export.models.families import norm_weight, rope_of
 from eagle_export.models.target import TargetDims, target_dims
 from eagle_export.train.settings import TrainSettings
 from eagle_run.errors import UsageError
@@ -41,15 +43,20 @@ def feature_layers(settings: TrainSettings, layers: int) -> tuple[int, ...]:
 
 
 def new_spec(config: Any, settings: TrainSettings, draft_vocab: int) -> HeadSpec:
-    """A head as wide as its target, with one layer like the target's and the target's rotation."""
+    """A head as wide as its target, with one layer like the target's and the target's rotation.
+
+    What no head has is left out: a rotation of part of each head, and scalings that depend on the length.
+    """
     dims: TargetDims = target_dims(config)
-    rope = dict(getattr(config, "rope_parameters", None) or {})
+    rope = rope_of(config)
     theta = float(rope.pop("rope_theta", 10000.0))
+    rope.pop("partial_rotary_factor", None)
     eagle3 = settings.algorithm == "eagle3"
     kv_heads = settings.kv_heads or dims.kv_heads
     if dims.heads % kv_heads:
         raise UsageError(f"kv_heads is {kv_heads}, expected a divisor of the target's {dims.heads} heads")
-    plain = rope.get("rope_type", "default") == "default"
+    scaled = rope.get("rope_type") in ROPE_TYPES
+    act = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     return HeadSpec(
         algorithm=settings.algorithm,
         dialect="specforge" if eagle3 else "safeai",
@@ -60,14 +67,14 @@ def new_spec(config: Any, settings: TrainSettings, draft_vocab: int) -> HeadSpec
         kv_heads=kv_heads,
         head_dim=dims.head_dim,
         intermediate_size=config.intermediate_size,
-        act=config.hidden_act,
+        act=act if act in ACTIVATIONS else ACTIVATIONS[0],
         rms_norm_eps=config.rms_norm_eps,
         vocab_size=dims.vocab_size,
         draft_vocab_size=draft_vocab if eagle3 else dims.vocab_size,
         feature_layers=feature_layers(settings, dims.layers),
         max_positions=dims.max_positions,
         rope_theta=theta,
-        rope_scaling={} if plain else rope,
+        rope_scaling=rope if scaled else {},
         fc_bias=not eagle3,
     )
 
@@ -98,7 +105,7 @@ def weights_from_target(spec: HeadSpec, model: Any, ids: Tensor, seed: int) -> T
     if spec.algorithm == "eagle1":  # the feature passes
         tensors["fc.weight"][:, width:] = torch.eye(width)
         return tensors
-    tensors["norm.weight"] = _copy(model.model.norm.weight)
+    tensors["norm.weight"] = norm_weight(model.config, _copy(model.model.norm.weight))
     tensors["lm_head.weight"] = _copy(model.get_output_embeddings().weight[ids])
     tensors["fc.weight"] = torch.eye(width).repeat(1, count) / count
     return tensors

@@ -68,6 +68,11 @@ def prepare(request: TrainRequest, workers: Workers, report: Report) -> Prepared
     settings = request.settings
     found = recipes.resolve_target(request.target)
     config = load_config(found, 64)  # the length is the training data's, see below
+    if getattr(config, "final_logit_softcapping", None):
+        raise UsageError(
+            f"{found.source} has final_logit_softcapping: the loss knows no cap on the target's logits",
+            hint="train the head with another trainer",
+        )
     samples = load_samples(request.data, vocab_size=config.vocab_size, target_sha256=found.sha256)
     settings = replace(settings, max_length=min(settings.max_length, config.max_position_embeddings))
     if not samples.answered(settings.max_length):
@@ -145,7 +150,7 @@ def _objective(
         tensors = weights_from_target(spec, model, vocabulary.ids.to(lm_head.device), settings.seed)
     else:
         tensors = random_weights(spec, settings.seed)
-    loaded = LoadedHead(Path(), spec, tensors, vocabulary.ids, {})
+    loaded = LoadedHead(Path(), spec, tensors, vocabulary.ids)
     wide = [weight.detach().to("cpu", torch.float32) for weight in (embedding, lm_head)]
     fuse, draft = build_head(loaded, *wide)
     rows: Tensor = wide[1][vocabulary.ids].clone()

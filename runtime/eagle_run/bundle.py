@@ -190,8 +190,8 @@ def read_manifest(root: Path) -> Manifest:
     except (ValueError, OSError) as error:
         raise EagleError(f"{where}: not readable as JSON: {error}", hint=_REBUILD) from None
     _check_schema(data, where)
-    if data["schema_version"] == 1:
-        data = _from_version_1(data)
+    if data["schema_version"] < SCHEMA_VERSION:
+        data = _from_older(data)
     try:
         manifest = Manifest.model_validate_json(json.dumps(data))
     except ValidationError as error:
@@ -213,13 +213,15 @@ def _check_schema(data: object, where: Path) -> None:
         )
 
 
-def _from_version_1(data: dict[str, Any]) -> dict[str, Any]:
-    """Version 1 knew no engines, and named the one GPU of an artifact (always null).
+def _from_older(data: dict[str, Any]) -> dict[str, Any]:
+    """Version 1 knew no engines, and named the one GPU of an artifact (always null). Version 2 lacked an
+    `origin` of files and `settings` of the head, which mean nothing where they are left out.
 
     What is not shaped like a manifest is left to the validation.
     """
+    first = data["schema_version"] == 1
     data = {**data, "schema_version": SCHEMA_VERSION}
-    if isinstance(artifacts := data.get("artifacts"), list):
+    if first and isinstance(artifacts := data.get("artifacts"), list):
         data["artifacts"] = [_without(artifact, "compute_capability") for artifact in artifacts]
     return data
 

@@ -27,7 +27,7 @@ from eagle_run.tree import TreeShape, parse_tree
 if TYPE_CHECKING:
     from eagle_run.backends.base import GraphSpec
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 GraphName = Literal["target", "fuse", "draft"]
 BackendName = Literal["onnx", "tensorrt", "tensorrt-rtx"]
@@ -187,7 +187,7 @@ class Artifact(Record):
 class Manifest(Record):
     """manifest.json."""
 
-    schema_version: Literal[2]
+    schema_version: Literal[3]
     name: str
     created: str
     tool_version: str

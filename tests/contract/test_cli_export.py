@@ -201,10 +201,10 @@ def _must_not_run(*_: Any, **__: Any) -> None:
     raise AssertionError("this should not have been reached")
 
 
-def test_a_target_without_a_tokenizer_is_refused_before_the_weights_are_read(
+def test_a_target_without_a_tokenizer_is_refused_before_anything_is_traced(
     cli: Cli, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eagle_export.build, "_load", _must_not_run)
+    monkeypatch.setattr("eagle_export.reference.load_hollow", _must_not_run)
     target = shutil.copytree(tiny_target, tmp_path / "target", ignore=shutil.ignore_patterns("tokenizer*"))
     out = tmp_path / "out" / "b"
     fails(cli("build", "--target", target, "--head", "none", "--out", out, *SMALL), 1, "tokenizer.json")

@@ -148,10 +148,12 @@ def test_a_checkpoint_that_is_written_over_is_noticed(tmp_path: Path) -> None:
     assert "link to target/model.safetensors" in caught.value.hint
 
 
-def test_another_type_is_written(sources: tuple[Path, Path], tmp_path: Path) -> None:
-    bundle = build_bundle(
-        *sources, sources[0].parent / "bundles" / "half", precision="fp16", measure=False, link_weights=True
-    )
+def test_another_type_is_written(cli: Cli, sources: tuple[Path, Path], tmp_path: Path) -> None:
+    bundle, (target, head) = tmp_path / "half", sources
+    given = ("--target", target, "--head", head, "--max-seq-len", "64", "--prefill-chunk", "16")
+    outcome = cli("build", *given, "--precision", "fp16", "--no-measure", "--link-weights", "--out", bundle)
+    assert outcome.code == 0, outcome.err
+    assert "nothing is linked: the checkpoint holds no large weight in fp16" in outcome.err
     assert sorted(path.name for path in (bundle / "onnx").iterdir()) == [
         f"{graph}.onnx{end}" for graph in ("draft", "fuse", "target") for end in ("", ".data")
     ]

@@ -176,6 +176,19 @@ def test_fuse_equals_restatement(built: Any, kind: str) -> None:
         torch.testing.assert_close(hidden[b].double(), restated_fuse(head, features[b]), atol=1e-4, rtol=0)
 
 
+def test_eagle3_does_not_see_the_scale_of_an_embedding(built: Any) -> None:
+    """Of a target that multiplies it (Gemma) a head gets it as it is stored. EAGLE-1 would see that."""
+    for kind, same in (("eagle3-safeai", True), ("eagle1-no-bias", False)):
+        head, _, draft = built(kind)
+        scaled = Draft(draft.spec)
+        scaled.load_state_dict(draft.state_dict())
+        with torch.no_grad():
+            scaled.embed_tokens.weight *= head.config["hidden_size"] ** 0.5
+        tokens, hidden = inputs(draft, 1, 6)
+        found, other = (forward(part, tokens, hidden, 0, empty_cache(part, 1))[0] for part in (draft, scaled))
+        assert torch.allclose(found, other, atol=1e-3) is same
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_draft_equals_restatement(built: Any, kind: str) -> None:
     head, fuse, draft = built(kind)

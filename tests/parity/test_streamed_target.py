@@ -104,7 +104,7 @@ def test_a_file_that_the_index_does_not_name_is_no_part_of_the_model(folders: di
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    make_model("qwen2").save_pretrained(tmp_path)
+    make_model("llama").save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -138,6 +138,20 @@ def test_what_loading_refuses_is_refused_without_loading(folder: Path) -> None:
     assert "lack lm_head.weight" in both_refuse(folder)
     file.unlink()
     both_refuse(folder)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_tied_matrix_that_is_stored_twice(folders: dict[str, Path], tmp_path: Path, same: bool) -> None:
+    """Some fine-tunes store both. Transformers shares them if they are equal."""
+    tensors = load_file(folders["llama-tied"] / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * (1 if same else 2)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_bytes((folders["llama-tied"] / "config.json").read_bytes())
+    for load in (load_target, load_recorded):
+        model = load(tmp_path, torch.float32)
+        assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) is same
+    held = hollow(model)
+    assert torch.equal(held["lm_head.weight"].load(), tensors["lm_head.weight"])
 
 
 @pytest.mark.parametrize("keep", [4, 200, -50])

@@ -72,7 +72,7 @@ def featured(whole: Modules, learned: Path) -> Modules:
     tensors = random_weights(spec, 0)
     tensors["midlayer.input_layernorm.weight"].zero_()
     parts = whole.model.get_input_embeddings(), whole.model.get_output_embeddings()
-    loaded = LoadedHead(learned, spec, tensors, torch.arange(80), {})
+    loaded = LoadedHead(learned, spec, tensors, torch.arange(80))
     fuse, draft = build_head(loaded, *(part.weight for part in parts))
     assert fuse is not None
     draft.midlayer.input_layernorm.weight.requires_grad_(False)
@@ -196,7 +196,10 @@ def test_verify_says_which_option_reads_a_head_right(
     assert settings == (["norm_before_residual=true"] if wrong else [])
     capsys.readouterr()
     code = run(["verify", str(bundle), "--limit", "8", "--threads", "1", "--json"])
-    result = json.loads(capsys.readouterr().out)
+    said_of_it = capsys.readouterr()
+    result = json.loads(said_of_it.out)
+    assert ("hint: its answers are right" in said_of_it.err) is wrong
+    assert "do not use" not in said_of_it.err
     checks = {check["name"]: check for check in result["checks"]}
     failed = {name for name, check in checks.items() if check["status"] == "fail"}
     assert failed == ({"head: reading"} if wrong else set())  # the graphs are what they were built to be

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,10 @@ import pytest
 import torch
 from tiny import Sizes, write_target
 
+from eagle_export.heads import load_head
 from eagle_export.heads.spec import expected_shapes
+from eagle_export.heads.write import write_head
+from eagle_export.models.target import target_dims
 from eagle_export.train.init import feature_layers, new_spec, random_weights, weights_from_target
 from eagle_export.train.settings import TrainSettings
 from eagle_run.errors import UsageError
@@ -53,6 +57,59 @@ def test_a_new_head_is_like_its_target(model: Any) -> None:
     assert new_spec(model.config, TrainSettings(kv_heads=4), 60).kv_heads == 4
     with pytest.raises(UsageError, match="kv_heads is 3"):
         new_spec(model.config, TrainSettings(kv_heads=3), 60)
+
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 80,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": None,
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 5e4,
+    "partial_rotary_factor": 0.5,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0, 1.1],
+    "long_factor": [2.0, 3.0],
+}
+
+
+def _gemma() -> Any:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    return Gemma3ForCausalLM(Gemma3TextConfig(**_SIZES, head_dim=16))
+
+
+def _phi() -> Any:
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    return Phi3ForCausalLM(Phi3Config(**_SIZES, rope_parameters=_LONGROPE))
+
+
+@pytest.mark.parametrize(
+    ("make", "theta", "act"),
+    [(_gemma, 1e6, "gelu_pytorch_tanh"), (_phi, 5e4, "silu")],
+    ids=["gemma3", "phi3"],
+)
+def test_a_new_head_for_a_target_beyond_llama(
+    make: Callable[[], Any], theta: float, act: str, tmp_path: Path
+) -> None:
+    """With its rotation as far as a head can have it; the final norm as that target computes it; readable."""
+    model = make()
+    torch.nn.init.uniform_(model.model.norm.weight, 0.5, 1.5)
+    spec, ids = new_spec(model.config, TrainSettings(), 60), torch.arange(10, 70)
+    assert (spec.rope_theta, spec.rope_scaling, spec.act) == (theta, {}, act)
+    tensors = weights_from_target(spec, model, ids, 0)
+    feature = torch.randn(5, 32)
+    rows = torch.nn.functional.rms_norm(feature, (32,), tensors["norm.weight"], spec.rms_norm_eps)
+    expected = model.lm_head(model.model.norm(feature))[:, ids]
+    torch.testing.assert_close(rows @ tensors["lm_head.weight"].T, expected, rtol=1e-4, atol=1e-4)
+    write_head(tmp_path, spec, tensors, ids, target_layers=4, dtype=torch.float32)
+    assert load_head(tmp_path, target_dims(model.config)).spec == spec
 
 
 @pytest.mark.parametrize("changes", [{}, {"kv_heads": 4}, {"features": "top"}], ids=str)

@@ -63,7 +63,7 @@ def head_of(spec: HeadSpec, *, seed: int = 0, scale: float = 10.0) -> tuple[Fuse
     }
     embedding, lm_head = (torch.randn(VOCAB, WIDTH, generator=generator) for _ in range(2))
     ids = torch.arange(spec.draft_vocab_size)
-    return build_head(LoadedHead(Path(), spec, tensors, ids, {}), embedding, lm_head)
+    return build_head(LoadedHead(Path(), spec, tensors, ids), embedding, lm_head)
 
 
 def batch_of(spec: HeadSpec, lengths: list[int], prompts: list[int], *, seed: int = 1) -> Batch:

@@ -139,7 +139,7 @@ def fields(root: Path) -> dict[str, Any]:
     """A manifest without artifacts and tokenizer."""
     sizes = {"hidden_size": 16, "heads": 2, "kv_heads": 2, "head_dim": 8}
     return {
-        "schema_version": 2,
+        "schema_version": 3,
         "name": "tiny",
         "created": "2026-01-01T00:00:00+00:00",
         "tool_version": "0.1.0",

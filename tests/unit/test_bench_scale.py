@@ -101,7 +101,8 @@ def test_the_whole_benchmark_on_a_tiny_shape(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from benchmarks import export_scale
-    from eagle_export.estimate import estimate, weigh_checkpoints
+    from eagle_export.estimate import estimate
+    from eagle_export.weigh import weigh_checkpoints
 
     folders = write_target(tmp_path / "t", "tiny"), write_head(tmp_path / "h", "tiny")
     out, work = tmp_path / "out", tmp_path / "work"

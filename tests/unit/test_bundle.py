@@ -87,8 +87,8 @@ def test_a_schema_version_must_be_a_positive_whole_number(tmp_path: Path, versio
 
 
 def test_a_newer_schema_asks_for_an_upgrade(tmp_path: Path) -> None:
-    root = write_bundle(tmp_path / "b", lambda data: data.update(schema_version=3, novelty=[]))
-    with pytest.raises(EagleError, match=r"schema version 3, but this eagle-run reads up to 2") as caught:
+    root = write_bundle(tmp_path / "b", lambda data: data.update(schema_version=4, novelty=[]))
+    with pytest.raises(EagleError, match=r"schema version 4, but this eagle-run reads up to 3") as caught:
         load_bundle(root)
     assert "upgrade" in caught.value.hint
 
@@ -111,6 +111,20 @@ def test_the_first_schema_is_still_read(tmp_path: Path) -> None:
         )
         with pytest.raises(EagleError, match="artifacts"):
             load_bundle(broken)
+
+
+def test_the_second_schema_is_still_read(tmp_path: Path) -> None:
+    """It had no settings of a head and no origin of a file."""
+
+    def older(data: dict[str, Any]) -> None:
+        data["schema_version"] = 2
+        data["head"].pop("settings", None)
+        for listed in (file for artifact in data["artifacts"] for file in artifact["files"]):
+            listed.pop("origin", None)
+
+    old = load_bundle(write_bundle(tmp_path / "old", older))
+    assert old.manifest == load_bundle(write_bundle(tmp_path / "new")).manifest
+    assert old.manifest.schema_version == 3
 
 
 def test_a_manifest_that_is_no_object(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from bundlemaker import ACCURACY
 
-from eagle_export.checks import BOUNDS, check_acceptance, check_accuracy
+from eagle_export.checks import BOUNDS, READING, Check, advice, check_acceptance, check_accuracy
 from eagle_run.bundle import AccuracyInfo
 
 GOOD = {**ACCURACY, "tokens": 2000, "top1_agreement": 0.999, "kl": 1e-6, "tokens_per_round": 1.75}
@@ -76,3 +76,10 @@ def test_a_head_at_chance_is_a_warning() -> None:
     assert "another target" in check.detail
     assert check_acceptance({**profile, "acceptance_by_depth": [0.4]}).status == "ok"
     assert check_acceptance({**profile, "acceptance_by_depth": []}).status == "warn"
+
+
+def test_a_head_that_is_read_wrongly_makes_no_answer_wrong() -> None:
+    fine, read = Check("target: logits", "ok", ""), Check(READING, "fail", "")
+    assert "answers are right" in advice([fine, read])
+    for wrong in ([Check("target: logits", "fail", ""), read], [Check("target: rows", "fail", "")]):
+        assert "do not use this bundle" in advice([fine, *wrong])

@@ -61,6 +61,14 @@ def test_people_see_graphs_tensors_head_tree_and_limits(tmp_path: Path) -> None:
     ):
         assert part in text, part
     assert "past_key.1 " not in text
+    assert "read with" not in text
+
+
+def test_how_a_head_was_read_is_shown(tmp_path: Path) -> None:
+    def said(data: dict[str, Any]) -> None:
+        data["head"]["settings"] = ["norm_output=false", "rope_theta=10000"]
+
+    assert "read with norm_output=false, rope_theta=10000" in shown(load_bundle(write_bundle(tmp_path, said)))
 
 
 def test_bundles_without_a_head_and_with_a_static_tree(tmp_path: Path) -> None:

@@ -10,15 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import Sizes, build_bundle, write_head, write_target
 
-from eagle_export.estimate import (
-    Estimate,
-    GraphWeights,
-    Memory,
-    estimate,
-    memory_here,
-    weigh_bundle,
-    weigh_checkpoints,
-)
+from eagle_export.estimate import Estimate, Memory, estimate, memory_here
+from eagle_export.weigh import GraphWeights, weigh_bundle, weigh_checkpoints
 from eagle_run.bundle import Bundle, load_bundle
 from eagle_run.errors import EagleError
 
@@ -100,6 +93,45 @@ def test_a_matrix_that_is_stored_twice_counts_once(target: Path, tmp_path: Path)
     save_file(tensors, tmp_path / "model.safetensors")
     (apart,), (tied,) = weigh_checkpoints(target, None, "fp32"), weigh_checkpoints(tmp_path, None, "fp32")
     assert apart.bytes - tied.bytes == tensors["lm_head.weight"].nbytes
+
+
+def test_of_a_model_that_sees_the_language_part_counts(target: Path, head: Path, tmp_path: Path) -> None:
+    """Under either of its names, without the vision tower; whether it is tied stands within."""
+    config = json.loads((target / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": config}))
+    own = load_file(target / "model.safetensors")
+    vision = {"vision_tower.layers.0.up_proj.weight": torch.ones(500, 400)}
+    alone = [graph.bytes for graph in weigh_checkpoints(target, head, "fp32")]
+    alone[0] -= own["lm_head.weight"].nbytes
+    older = {f"language_model.{name}": tensor for name, tensor in own.items()}
+    newer = {name.replace("model.", "model.language_model."): tensor for name, tensor in own.items()}
+    for tensors in (older, newer):
+        save_file(tensors | vision, tmp_path / "model.safetensors")
+        found = weigh_checkpoints(tmp_path, head, "fp32")
+        assert [graph.bytes for graph in found] == alone
+        assert found[0].read_bytes > 500 * 400 * 4  # all of the file is read, to know whose it is
+
+
+def test_names_inside_vllm_count_like_others(target: Path, head: Path, tmp_path: Path) -> None:
+    tensors = load_file(head / "model.safetensors")
+    named = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    save_file({**named, "verifier_norm.weight": torch.ones(999)}, tmp_path / "model.safetensors")
+    found, plain = (weigh_checkpoints(target, folder, "fp8") for folder in (tmp_path, head))
+    assert [(graph.name, graph.bytes, graph.layers) for graph in found] == [
+        (graph.name, graph.bytes, graph.layers) for graph in plain
+    ]
+
+
+def test_a_tied_target_gives_an_eagle1_head_its_embedding_twice(
+    target: Path, eagle1: Path, tmp_path: Path
+) -> None:
+    config = json.loads((target / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(target / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    draft = weigh_checkpoints(tmp_path, eagle1, "fp32")[-1]
+    assert draft.bytes == weigh_checkpoints(target, eagle1, "fp32")[-1].bytes
 
 
 def test_scales_and_vocabulary_maps_are_no_weights(target: Path, tmp_path: Path) -> None:

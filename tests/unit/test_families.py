@@ -31,6 +31,7 @@ from eagle_export.models.families import (
     check_family,
     family_of,
     layer_spans,
+    rope_of,
     text_part,
 )
 from eagle_run.errors import EagleError
@@ -104,6 +105,41 @@ def test_longrope_up_to_where_its_frequencies_change() -> None:
     with pytest.raises(EagleError, match="beyond 4096 tokens its frequencies change") as caught:
         check_family(config, 4097)
     assert "--max-seq-len 4096" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (MistralConfig(sliding_window=8, layer_types=[WINDOW, FULL] * 16), "in all layers of this"),
+        (MistralConfig(sliding_window=8, layer_types=[FULL] * 32), "computes sliding_attention"),
+        (MistralConfig(sliding_window=None, layer_types=[WINDOW] * 32), "but no sliding_window"),
+        (Gemma3TextConfig(layer_types=[CHUNK] * 26), "chunked_attention layers, but no attention_chunk_size"),
+        (Llama4TextConfig(layer_types=[WINDOW] * 48), "sliding_attention layers, but no sliding_window"),
+        (GptOssConfig(sliding_window=None), "sliding_attention layers, but no sliding_window"),
+    ],
+)
+def test_layer_types_that_contradict_the_rest(config: Any, words: str) -> None:
+    with pytest.raises(EagleError) as caught:
+        check_family(config, 128)
+    assert words in caught.value.message
+
+
+def test_layer_types_that_say_the_same() -> None:
+    check_family(MistralConfig(sliding_window=8, layer_types=[WINDOW] * 32), 128)
+    check_family(MistralConfig(sliding_window=None, layer_types=[FULL] * 32), 128)
+
+
+def test_a_cap_on_attention_scores() -> None:
+    with pytest.raises(EagleError, match="attn_logit_softcapping: it has a cap on its attention scores"):
+        check_family(Gemma3TextConfig(attn_logit_softcapping=50.0), 128)
+
+
+def test_the_rotation_of_layers_that_see_everything() -> None:
+    assert rope_of(Gemma3TextConfig())["rope_theta"] == 1e6
+    assert rope_of(GptOssConfig())["rope_type"] == "yarn"
+    assert rope_of(SimpleNamespace(rope_parameters=None)) == {}
+    local = {WINDOW: {"rope_type": "default", "rope_theta": 5.0}}
+    assert rope_of(SimpleNamespace(rope_parameters=local))["rope_theta"] == 5.0
 
 
 def test_a_target_that_does_not_decode() -> None:

@@ -176,6 +176,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda: made(eagle_config={IDS: [1, 5, 11]}),
         "layer ids [2, 6, 12] do not fit a target of 12 layers",
     ),
+    "a flag that contradicts itself": (
+        lambda: made(norm_output=False, eagle_config={"norm_output": True}),
+        "norm_output is false at the top level and true in eagle_config",
+    ),
     "ids are no numbers": (lambda: made(eagle_config={IDS: ["1", 5, 8]}), "must be a list of layer numbers"),
     "d2t out of range": (
         lambda: with_tensor(made(), "d2t", torch.full((DRAFT_VOCAB,), VOCAB)),
@@ -274,5 +278,5 @@ def test_incomplete_folders(tmp_path: Path) -> None:
 def test_broken_config(content: str, tmp_path: Path) -> None:
     folder = made().write(tmp_path)
     (folder / "config.json").write_text(content)
-    with pytest.raises(EagleError, match=r"config\.json (cannot be read as JSON|must hold a JSON object)"):
+    with pytest.raises(EagleError, match=r"config\.json: (not readable as JSON|expected a JSON object)"):
         load_head(folder, Target())

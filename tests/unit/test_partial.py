@@ -211,6 +211,13 @@ def test_a_killed_run_is_gone_on_from(tmp_path: Path) -> None:
     ]
 
 
+def test_one_killed_with_its_first_journal_half_written_is_started_over(tmp_path: Path) -> None:
+    partial_of(tmp_path / "b").mkdir()
+    (partial_of(tmp_path / "b") / f"{JOURNAL}.new").write_text('{"format": ')
+    assert recalled(tmp_path / "b")[0] is None
+    assert names(tmp_path) == []
+
+
 def test_one_killed_just_before_the_end_is_started_over(tmp_path: Path) -> None:
     """Its journal was gone already, its manifest there."""
     write_bundle(tmp_path / "b.partial")

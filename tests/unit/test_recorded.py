@@ -72,3 +72,14 @@ def test_a_weight_that_is_only_passed_on_or_converted_can_be_read_by_rows() -> N
 def test_writing_into_one_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"writes into a weight that was not read"):
         Recorded(InMemory(drawn(2, 2))).zero_()
+
+
+def test_two_are_compared_by_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eagle_export.models.recorded._VALUES", 8)  # two rows at a time
+    a, other = drawn(7, 4), drawn(7, 4)
+    other[6, 3] += 1
+    found = Recorded(InMemory(a))
+    assert torch.equal(found, Recorded(InMemory(a.clone())))
+    assert not torch.equal(found, Recorded(InMemory(other)))
+    assert not torch.equal(found, Recorded(InMemory(a[:6])))
+    assert not torch.equal(found, Recorded(InMemory(a.double())))

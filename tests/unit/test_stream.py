@@ -9,11 +9,12 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from eagle_export import stored as places
 from eagle_export.graphs import stream as module
 from eagle_export.graphs.stream import InMemory, Streamed, as_numpy, bind, stream
-from eagle_export.stored import StoredTensor, stored_tensors
+from eagle_export.stored import StoredTensor, all_finite, marked, source_of, stored_tensors
 from eagle_run.errors import EagleError
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -160,3 +161,29 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     weight.file.write_bytes(whole.replace(b'"F32"', b'"F4X"'))
     with pytest.raises(EagleError, match=r"is stored as F4X"):
         stored_tensors(weight.file)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_know_where_they_are_from_until_they_are_changed(tmp_path: Path, dtype: torch.dtype) -> None:
+    file = tmp_path / "w.safetensors"
+    save_file({"w": drawn(5, 4, dtype=dtype), "d": drawn(3).to(torch.int64)}, file)
+    found = marked(load_file(file), file)
+    for name, tensor in found.items():
+        place = source_of(tensor)
+        assert place is not None
+        assert torch.equal(place.load(), tensor), name
+    assert source_of(found["w"] * 2) is None
+    assert all_finite(found["w"])
+
+
+@pytest.mark.parametrize("odd", [torch.inf, -torch.inf, torch.nan])
+def test_one_value_that_is_no_number_is_found(odd: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "_ROWS", 8)
+    for dtype in DTYPES:
+        for where in (0, 13, 29):
+            values = drawn(10, 3, dtype=dtype)
+            assert all_finite(values)
+            values.view(-1)[where] = odd
+            assert not all_finite(values)
+    assert not all_finite(torch.tensor(odd))
+    assert all_finite(torch.empty(0, 3))

@@ -214,3 +214,21 @@ def test_an_unwritable_cache_is_explained(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(EagleError, match="cannot be written") as caught:
         weights.convert_gguf(gguf)
     assert "writable" in caught.value.hint
+
+
+def test_files_that_the_model_is_not_made_of_do_not_count(tmp_path: Path) -> None:
+    """Mistral's folders hold everything a second time, as consolidated.safetensors."""
+
+    def made_of() -> list[str]:
+        return [path.name for path in weights.model_files(tmp_path)]
+
+    for name in ("consolidated", "model-1", "model-2"):
+        (tmp_path / f"{name}.safetensors").write_bytes(b"")
+    assert made_of() == ["consolidated.safetensors", "model-1.safetensors", "model-2.safetensors"]
+    index = {
+        "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-1.safetensors"}
+    }
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert made_of() == ["model-1.safetensors", "model-2.safetensors"]
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert made_of() == ["model.safetensors"]

@@ -11,6 +11,7 @@ from bundlemaker import DRAFT_VOCAB, VOCAB, byte_tokenizer, write_bundle
 from bundlewriting import fill, names, spec, write
 from safetensors.torch import save_file
 
+from eagle_export.place import check_links
 from eagle_export.writer import BundleWriter, check_place
 from eagle_run.bundle import FileEntry, load_bundle
 from eagle_run.errors import EagleError, UsageError
@@ -47,7 +48,7 @@ def test_what_is_written_loads(tmp_path: Path, model: Path) -> None:
     assert names(out.parent) == ["b"]
     assert load_bundle(out) == bundle
     manifest = bundle.manifest
-    assert (manifest.schema_version, manifest.name) == (2, "b")
+    assert (manifest.schema_version, manifest.name) == (3, "b")
     assert manifest.tool_version == version("eagle-export")
     assert manifest.created.endswith("+00:00")
     assert [artifact.graph for artifact in manifest.artifacts] == ["target", "fuse", "draft"]
@@ -132,6 +133,26 @@ def test_a_link_is_replaced_and_its_target_kept(tmp_path: Path) -> None:
     assert not (tmp_path / "b").is_symlink()
     assert (tmp_path / "real/onnx/target.onnx").read_text() == "graph of target"
     assert names(tmp_path) == ["b", "real"]
+
+
+def test_a_link_to_nothing_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    for name, to in (("b", "nowhere"), ("loop", "loop")):
+        (tmp_path / name).symlink_to(tmp_path / to)
+        with pytest.raises(EagleError, match="is a link to nothing"):
+            write(tmp_path / name, force=True)
+    assert names(tmp_path) == ["b", "loop"]
+
+
+def test_weights_on_another_disk_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """A link in a cache counts as what it points to. /proc is another disk everywhere."""
+    (tmp_path / "here.safetensors").write_bytes(b"x")
+    (tmp_path / "cached.safetensors").symlink_to("/proc/version")
+    check_links([tmp_path / "here.safetensors"], tmp_path / "new/bundle")
+    for file, place in (("here", "/proc/new/bundle"), ("cached", str(tmp_path / "new/bundle"))):
+        with pytest.raises(EagleError, match="on another disk") as caught:
+            check_links([tmp_path / f"{file}.safetensors"], Path(place))
+        assert "--link-weights" in caught.value.hint
+    assert names(tmp_path) == ["cached.safetensors", "here.safetensors"]
 
 
 # --- tokenizers ----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,38 @@ def test_a_failed_rename_brings_the_old_bundle_back(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Path, "rename", rename)
     with pytest.raises(EagleError, match="cannot be put in place: Permission denied"):
         write(tmp_path / "b", force=True)
+    assert names(tmp_path) == ["b"]
+    assert (load_bundle(tmp_path / "b").path / "onnx/target.onnx").read_text() == "graph of target"
+
+
+def test_an_interrupt_while_the_old_bundle_goes_leaves_the_new_one_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_bundle(tmp_path / "b")
+    real, interrupts = shutil.rmtree, [KeyboardInterrupt()]
+
+    def rmtree(path: Path, **options: Any) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        real(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "b", mark="!", force=True)
+    assert names(tmp_path) == ["b"]
+    assert (load_bundle(tmp_path / "b").path / "onnx/target.onnx").read_text() == "target!"
+
+
+@pytest.mark.parametrize("moment", ["before the new one", "after it"])
+def test_a_run_that_was_killed_as_it_replaced_a_bundle_is_put_right(tmp_path: Path, moment: str) -> None:
+    """The next run finds the old bundle aside: it returns if its place is free, and goes if not."""
+    write_bundle(tmp_path / "b")
+    if moment == "before the new one":
+        (tmp_path / "b").rename(tmp_path / "b.partial.old")
+    else:
+        shutil.copytree(tmp_path / "b", tmp_path / "b.partial.old")
+    with BundleWriter(tmp_path / "b", force=True):
+        assert names(tmp_path) == ["b", "b.partial"]
     assert names(tmp_path) == ["b"]
     assert (load_bundle(tmp_path / "b").path / "onnx/target.onnx").read_text() == "graph of target"
 
