@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from eagle_export import gguf_llama
-from eagle_run.bundle import cache_dir, file_sha256
 from eagle_run.environment import cores
 from eagle_run.errors import EagleError
+from eagle_run.hashing import cache_dir, file_sha256
 
 # Goes up whenever convert_gguf writes something else for the same file: old conversions are not reused.
 _CONVERSION = 1

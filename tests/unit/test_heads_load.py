@@ -201,7 +201,7 @@ def test_the_recipes_head() -> None:
     loaded = load_head(REAL, target)
     spec = loaded.spec
     assert (spec.algorithm, spec.feature_layers, spec.draft_vocab_size) == ("eagle3", (2, 15, 27), 8192)
-    assert (spec.heads, spec.kv_heads, spec.head_dim, spec.rope_theta) == (9, 3, 64, 100000.0)
+    assert (spec.heads, spec.kv_heads, spec.head_dim, spec.rope_theta) == (9, 9, 64, 100000.0)
     mask = load_file(REAL / "model.safetensors")["t2d"]
     assert torch.equal(loaded.draft_to_target, mask.nonzero().flatten())
     with pytest.raises(EagleError, match=r"hidden size 576, this target has 960"):
