@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -9,6 +11,7 @@ import pytest
 from fp8ref import nearest
 
 from eagle_export.fp8 import Quantized, quantize
+from eagle_export.graphs import files
 from eagle_run.errors import EagleError
 
 
@@ -87,7 +90,11 @@ def test_a_value_beyond_the_range_becomes_the_largest() -> None:
     np.testing.assert_allclose(found, [[448.0, -448.0, 448.0, 1.0]], rtol=1e-6)
 
 
-def test_a_weight_that_is_not_finite_is_an_error() -> None:
-    weight = np.full((4, 4), np.nan)
+def test_a_weight_that_is_not_finite_is_an_error(tmp_path: Path) -> None:
+    """Found when it is written: weights are read one at a time, and no sooner."""
+    weight = np.full((128, 128), np.nan)
+    model = _two_products(ir.DataType.FLOAT, weight, weight)
+    quantize(model, {"a": 1.0, "b": 1.0})
     with pytest.raises(EagleError, match="not finite"):
-        quantize(_two_products(ir.DataType.FLOAT, weight, weight), {"a": 1.0, "b": 1.0})
+        files.save(model, tmp_path / "two.onnx", "two.onnx.data")
+    assert not any(tmp_path.iterdir())
