@@ -128,6 +128,7 @@ def _export(
     names = ["target"]
     if plan.loaded is not None:
         names += ["fuse", "draft"] if plan.loaded.spec.has_fuse else ["draft"]
+    links = _links(plan)
     known = {name: recall_graph(journal, name, quantization) for name in names}
     specs = {name: spec for name, spec in known.items() if spec is not None}
     from eagle_export.graphs.files import data_files
@@ -140,13 +141,13 @@ def _export(
         for name in names:
             if name not in specs:
                 specs[name] = export_graph(
-                    name, modules, plan.limits, folder, report, quantization=quantization, links=_links(plan)
+                    name, modules, plan.limits, folder, report, quantization=quantization, links=links
                 )
                 file = folder / f"{name}.onnx"
                 record_graph(journal, specs[name], [file, *data_files(file)], quantization)
     with report.step("check the graphs"):
         check_graphs(folder, specs)
-    links, files = _links(plan), {file for name in names for file in data_files(folder / f"{name}.onnx")}
+    files = {file for name in names for file in data_files(folder / f"{name}.onnx")}
     if links is not None and not any(links.origin(file.name) for file in files):
         report.note(f"note: nothing is linked: the checkpoint holds no large weight in {plan.dtype}")
     if quantization is not None and (along := quantization.kept_along):

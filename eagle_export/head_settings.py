@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eagle_run.errors import EagleError, UsageError
 
@@ -34,19 +34,14 @@ class HeadSettings:
 
     def over(self, other: HeadSettings) -> HeadSettings:
         """These settings, and the other's where these say nothing."""
-        said = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
-        return replace(other, **said)
+        return replace(other, **self._said())
 
     def apply(self, spec: HeadSpec) -> HeadSpec:
         """The spec as the person says it is. Raises EagleError for what a head of this kind does not have."""
-        changes = {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if f.name not in ("layer_ids", "rope_scaling") and getattr(self, f.name) is not None
-        }
-        if self.layer_ids is not None:
-            changes["feature_layers"] = self.layer_ids
-        if self.rope_scaling is not None:
+        changes = self._said()
+        if "layer_ids" in changes:
+            changes["feature_layers"] = changes.pop("layer_ids")
+        if "rope_scaling" in changes:
             changes["rope_scaling"] = {}
         if spec.algorithm == "eagle1" and (odd := sorted(set(changes) & set(SWITCHES))):
             raise EagleError(
@@ -57,8 +52,11 @@ class HeadSettings:
 
     def texts(self) -> tuple[str, ...]:
         """NAME=VALUE of everything that is set but for the layers, as `--head-set` takes it."""
-        said = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "layer_ids"}
-        return tuple(f"{name}={_written(value)}" for name, value in said.items() if value is not None)
+        said = self._said()
+        return tuple(f"{name}={_written(value)}" for name, value in said.items() if name != "layer_ids")
+
+    def _said(self) -> dict[str, Any]:
+        return {f.name: said for f in fields(self) if (said := getattr(self, f.name)) is not None}
 
 
 UNSAID = HeadSettings()

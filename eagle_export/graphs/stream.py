@@ -56,6 +56,7 @@ class InMemory:
     """A weight that a torch tensor holds."""
 
     tensor: Tensor
+    place = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -64,10 +65,6 @@ class InMemory:
     @property
     def dtype(self) -> torch.dtype:
         return self.tensor.dtype
-
-    @property
-    def place(self) -> Place | None:
-        return None
 
     def rows(self, start: int, stop: int) -> Tensor:
         return self.tensor.detach()[start:stop]
@@ -82,14 +79,11 @@ class Converted:
 
     source: Weight
     dtype: torch.dtype
+    place = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.source.shape
-
-    @property
-    def place(self) -> Place | None:
-        return None
 
     def rows(self, start: int, stop: int) -> Tensor:
         return self.source.rows(start, stop).to(self.dtype)

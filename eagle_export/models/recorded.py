@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from eagle_export.graphs.stream import Converted, Weight
-from eagle_export.stored import Place
 
 # Operators that leave values and their order as they are; the last may change the type.
 _NOTHING = (
@@ -73,10 +72,7 @@ class Computed:
     make: Callable[[], Tensor]
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    @property
-    def place(self) -> Place | None:
-        return None
+    place = None
 
     def rows(self, start: int, stop: int) -> Tensor:
         return self.load()[start:stop]
@@ -94,10 +90,7 @@ class Joined:
     stacked: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    @property
-    def place(self) -> Place | None:
-        return None
+    place = None
 
     def rows(self, start: int, stop: int) -> Tensor:
         out = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)

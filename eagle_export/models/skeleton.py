@@ -65,12 +65,8 @@ def _weight(tensor: Tensor) -> Weight:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The safetensors files that Transformers reads, which must be whole: one, or those of the index."""
-    if (folder / "model.safetensors").is_file():
-        weights.check_folder(folder)
-        return [folder / "model.safetensors"]
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
+    """The safetensors files that Transformers reads, which must be whole; none where only others are."""
+    if not any((folder / f"model.safetensors{end}").is_file() for end in ("", ".index.json")):
         return []
     weights.check_folder(folder)
-    return sorted({folder / name for name in weights.read_json(index).get("weight_map", {}).values()})
+    return weights.model_files(folder)
