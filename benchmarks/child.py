@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from eagle_export.progress import peak_memory_bytes
+
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended. Peak memory is of it or of one that it waited for, whichever had more; it is never
-    less than what this process holds, since Linux counts from before the program was loaded.
+    """How a process ended. Peak memory is of it or of one that it waited for, whichever had more; where it is
+    less than what this process has held, it is the process's own as looked up ten times a second.
 
     cpu_seconds: of all its threads, and of what it waited for. stopped: it was ended for its memory.
     """
@@ -41,6 +43,7 @@ def run(
     environment: variables beside those of this process.
     """
     command = [sys.executable, "-m", module, *map(str, arguments)]
+    inherited = peak_memory_bytes()
     start = time.perf_counter()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         with subprocess.Popen(
@@ -56,6 +59,7 @@ def run(
                 guard.end()
             process.returncode = os.waitstatus_to_exitcode(status)  # else Popen would wait for it again
         seconds = time.perf_counter() - start
+        counted = usage.ru_maxrss * 1024  # Linux counts in KiB, and from before the program was loaded
         out.seek(0)
         errors.seek(0)
         return Ended(
@@ -64,36 +68,35 @@ def run(
             errors=errors.read(),
             seconds=seconds,
             cpu_seconds=usage.ru_utime + usage.ru_stime,
-            peak_memory_bytes=usage.ru_maxrss * 1024,  # Linux counts in KiB
+            peak_memory_bytes=counted if counted > inherited else guard.peak,
             stopped=guard.stopped,
         )
 
 
 class _Guard:
-    """Looks at a process's memory a few times a second."""
+    """Looks at a process's memory ten times a second, and ends it where there is a limit."""
 
     def __init__(self, process: subprocess.Popen[bytes], limit: int | None) -> None:
         self.stopped = False
+        self.peak = 0
         self._over = threading.Event()
-        self._thread: threading.Thread | None = None
-        if limit is not None:
-            self._thread = threading.Thread(target=self._watch, args=(process, limit), daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._watch, args=(process, limit), daemon=True)
+        self._thread.start()
 
     def end(self) -> None:
         self._over.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
 
-    def _watch(self, process: subprocess.Popen[bytes], limit: int) -> None:
+    def _watch(self, process: subprocess.Popen[bytes], limit: int | None) -> None:
         import psutil
 
-        while not self._over.wait(0.2):
+        while not self._over.wait(0.1):
             try:
                 resident = psutil.Process(process.pid).memory_info().rss
             except psutil.Error:  # it has just ended
                 return
-            if resident > limit:
+            self.peak = max(self.peak, resident)
+            if limit is not None and resident > limit:
                 self.stopped = True
                 process.kill()
                 return

@@ -8,7 +8,6 @@ compiler alone; and Polygraphy, which talks to one library per process, can be t
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import faulthandler
 import gc
@@ -18,10 +17,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from eagle_export.engines.request import EngineRequest
+from eagle_export.progress import peak_memory_bytes
 from eagle_run.errors import EagleError
 
 Send = Callable[[dict[str, Any]], None]
@@ -74,26 +73,12 @@ def compile_request(request: EngineRequest, send: Send) -> dict[str, Any]:
     return {
         "file_bytes": request.out.stat().st_size,
         "seconds": round(time.perf_counter() - start, 2),
-        "peak_memory_bytes": _peak_bytes(),
+        "peak_memory_bytes": peak_memory_bytes(),
         "library_version": library.label,
         "kinds": built.kinds,
         "summaries": [None if found is None else found.model_dump(mode="json") for found in built.summaries],
         "warnings": built.warnings,
     }
-
-
-def _peak_bytes() -> int:
-    """Most resident memory of this process.
-
-    Not by getrusage on Linux: there a child starts with its parent's peak.
-    """
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    from eagle_export.progress import peak_memory_bytes
-
-    return peak_memory_bytes()
 
 
 if __name__ == "__main__":

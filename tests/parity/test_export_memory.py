@@ -13,7 +13,7 @@ import pytest
 HIDDEN, INNER, VOCAB = 2048, 8192, 16000  # largest tensor in bf16: 67 MB; a layer: 134 MB
 # The child prints its peak memory, in bytes, before it exports and after.
 _CHILD = """
-import resource, sys
+import sys
 from pathlib import Path
 import torch, onnx, onnxruntime, transformers
 from transformers import LlamaForCausalLM
@@ -22,19 +22,17 @@ from eagle_export.graphs.links import Links
 from eagle_export.graphs.target import export_target
 from eagle_export.models.skeleton import hollow, load_recorded
 from eagle_export.models.target import TargetModule
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+from eagle_export.progress import peak_memory_bytes
 
 folder, out, dtype, link = Path(sys.argv[1]), Path(sys.argv[2]), getattr(torch, sys.argv[3]), sys.argv[4]
 torch.set_num_threads(1)
-before = peak()
+before = peak_memory_bytes()
 model = load_recorded(folder, dtype)
 weights = hollow(model)
 links = Links({folder: "target-"}) if link == "link" else None
 module = TargetModule(model, (1,)).eval()
 export_target(module, out / "target.onnx", cache_rows=64, weights=weights, links=links)
-print(before, peak())
+print(before, peak_memory_bytes())
 """
 
 

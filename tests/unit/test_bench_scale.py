@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,21 @@ def test_a_child_that_takes_too_much_memory_is_ended(tmp_path: Path) -> None:
     assert large.stopped
     assert large.code != 0
     assert large.peak_memory_bytes > 200 * 10**6
+
+
+def test_a_child_does_not_inherit_our_peak(tmp_path: Path) -> None:
+    """Linux counts a child's memory from before its program is loaded, when it is still ours."""
+    (tmp_path / "peak.py").write_text(
+        "import time\nfrom eagle_export.progress import peak_memory_bytes\n"
+        "held = bytearray(50 * 10**6)\nheld[::4096] = bytes(len(held[::4096]))\n"
+        "print(peak_memory_bytes())\ntime.sleep(0.5)\n"
+    )
+    ours = bytearray(600 * 10**6)
+    ours[::4096] = bytes(len(ours[::4096]))
+    small = child.run("peak", environment={"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])})
+    assert small.code == 0, small.errors
+    assert 50 * 10**6 < small.peak_memory_bytes < 300 * 10**6
+    assert 50 * 10**6 < int(small.out) < 300 * 10**6
 
 
 def test_the_whole_benchmark_on_a_tiny_shape(
