@@ -43,7 +43,6 @@ def run(
     environment: variables beside those of this process.
     """
     command = [sys.executable, "-m", module, *map(str, arguments)]
-    inherited = peak_memory_bytes()
     start = time.perf_counter()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         with subprocess.Popen(
@@ -60,6 +59,7 @@ def run(
             process.returncode = os.waitstatus_to_exitcode(status)  # else Popen would wait for it again
         seconds = time.perf_counter() - start
         counted = usage.ru_maxrss * 1024  # Linux counts in KiB, and from before the program was loaded
+        inherited = 1.05 * peak_memory_bytes()  # which the kernel counts a little differently in each place
         out.seek(0)
         errors.seek(0)
         return Ended(

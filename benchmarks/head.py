@@ -20,7 +20,7 @@ import click
 
 from benchmarks.cpu import SETS
 
-TREES = ("chain:4", "default", "dynamic:4,4,16")  # "default": the recipe's own
+TREES = ("chain:4", "default", "dynamic:4,4,16", "dynamic:8,10,60")  # "default": the recipe's own
 
 
 @click.command(help=__doc__)

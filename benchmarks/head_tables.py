@@ -20,6 +20,7 @@ TREES = {
     "chain:4": "chain of 4",
     "default": "the recipe's tree, 5 nodes",
     "dynamic:4,4,16": "16 nodes, depth 4",
+    "dynamic:8,10,60": "the papers' tree, 60 nodes",
 }
 
 

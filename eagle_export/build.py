@@ -59,7 +59,12 @@ def build(options: BuildOptions, report: Report) -> Built:
     with report.step("identify the weights"):
         identity = build_identity(plan, "build")
     with BundleWriter(
-        plan.out, force=options.force, identity=identity, fresh=options.fresh, note=report.note
+        plan.out,
+        force=options.force,
+        identity=identity,
+        check=plan.unchanged,
+        fresh=options.fresh,
+        note=report.note,
     ) as writer:
         with report.step("write vocabulary map and tokenizer"):  # first: a tokenizer may be no good
             writer.copy_tokenizer(plan.target.folder)
@@ -108,7 +113,9 @@ def export_only(options: BuildOptions, report: Report) -> Path:
     plan = _plan(options, report)
     with report.step("identify the weights"):
         identity = build_identity(plan, "export")
-    with BundleWriter(plan.out, identity=identity, fresh=options.fresh, note=report.note) as writer:
+    with BundleWriter(
+        plan.out, identity=identity, check=plan.unchanged, fresh=options.fresh, note=report.note
+    ) as writer:
         quantization = None
         if plan.precision == "fp8":
             writer.copy_tokenizer(plan.target.folder)
@@ -137,7 +144,7 @@ def _export(
         from eagle_export.reference import DTYPES, load_hollow
 
         with report.step("read the headers of the weights"):
-            modules = load_hollow(plan.target, plan.loaded, DTYPES[plan.dtype])
+            modules = load_hollow(plan.target, plan.loaded, DTYPES[plan.dtype], plan.limits.max_seq_len)
         for name in names:
             if name not in specs:
                 specs[name] = export_graph(
@@ -210,10 +217,10 @@ def measure_accuracy(plan: Plan, folder: Path, report: Report) -> AccuracyInfo |
         report.note("note: nothing on a CPU runs fp8 with a bf16 base; its accuracy is not measured")
         return None
     with report.step("load the weights in fp32"):
-        reference = load_modules(plan.target, plan.loaded, DTYPES["fp32"])
+        reference = load_modules(plan.target, plan.loaded, DTYPES["fp32"], plan.limits.max_seq_len)
         own = reference
         if plan.precision == "bf16":
-            own = load_modules(plan.target, plan.loaded, DTYPES[plan.dtype])
+            own = load_modules(plan.target, plan.loaded, DTYPES[plan.dtype], plan.limits.max_seq_len)
         files = {path.stem: path for path in (folder / "onnx").glob("*.onnx")}
         graphs, backend = runnable_graphs(files, own, plan.precision, plan.limits.cache_rows)
     text = Text.load(folder / TOKENIZER)

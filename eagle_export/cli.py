@@ -180,8 +180,8 @@ def inspect(bundle: Path, as_json: bool) -> None:
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=1), default=48, show_default=True, help="Answer length."
 )
-@click.option("--target", help="Where the target's weights are, if not where the manifest says.")
-@click.option("--head", help="Where the head's weights are, if not where the manifest says.")
+@click.option("--target", help="Where the target's weights are, if not where they last were on this machine.")
+@click.option("--head", help="Where the head's weights are, likewise.")
 @threads_option
 @json_option
 @common
@@ -202,11 +202,14 @@ def verify(bundle: Path, threads: int, as_json: bool, **options: Any) -> None:
     use_threads(threads)
     result = verify_bundle(bundle, Report(), threads=threads, **options)
     _print_json(result.as_dict()) if as_json else print_rich(render(result))
-    if not result.passed:
-        raise EagleError(
-            f"{bundle}: {result.failures} of {len(result.checks)} checks failed",
-            hint=advice(result.checks),
-        )
+    if result.passed:
+        return
+    message = f"{bundle}: {result.failures} of {len(result.checks)} checks failed"
+    error = EagleError(message, hint=advice(result.checks))
+    if not as_json:
+        raise error
+    click.echo(f"error: {error}", err=True)  # stdout has its one document
+    click.get_current_context().exit(error.exit_code)
 
 
 @cli.command()
@@ -280,7 +283,7 @@ def _print_json(data: Any) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Runs a command line and returns its exit code."""
-    return run_cli(cli, "eagle-export", arguments, interrupted="interrupted")
+    return run_cli(cli, "eagle-export", arguments, interrupted="interrupted", json_errors=True)
 
 
 def _terminate(*_: Any) -> None:

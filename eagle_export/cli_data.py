@@ -171,8 +171,8 @@ def data(target: str, out: Path, as_json: bool, threads: int, **options: Any) ->
     try:
         made = make_data(target, settings, place, out, Report())
     except KeyboardInterrupt:
-        click.echo(f"interrupted; finished shards are in {out}, run the same command to go on", err=True)
-        raise click.exceptions.Exit(130) from None
+        said = f"interrupted; finished shards are in {out}, run the same command to go on"
+        raise click.Abort(said) from None
     if as_json:
         shown = {name: made[name] for name in ("target", "counts", "settings", "made_with")}
         click.echo(json.dumps({"folder": str(out), **shown}, indent=2))

@@ -109,8 +109,7 @@ def train(threads: int, as_json: bool, layers: str | None, **options: Any) -> No
     try:
         done = run_train(TrainRequest(target, data, settings=settings, **taken), Report())
     except KeyboardInterrupt:
-        click.echo("interrupted; finished features and checkpoints are kept", err=True)
-        raise click.exceptions.Exit(130) from None
+        raise click.Abort("interrupted; finished features and checkpoints are kept") from None
     if not done.first:
         return
     result = done.as_dict()

@@ -17,7 +17,7 @@ from eagle_export.engines.request import EngineRequest, EngineSettings
 from eagle_export.estimate import estimate, memory_here
 from eagle_export.options import EngineOptions
 from eagle_export.partial import space_of
-from eagle_export.place import free_space
+from eagle_export.place import check_writable, free_space
 from eagle_export.progress import Report
 from eagle_export.resume import tool_identity
 from eagle_export.weigh import weigh_bundle
@@ -40,6 +40,7 @@ def compile_bundle(
     path = path.resolve()  # a link to a bundle stays a link
     if out is not None:
         _check_out(out, path)
+    check_writable(out or path)
     with report.step("read the bundle"):
         bundle = load_bundle(path)
     manifest = bundle.manifest

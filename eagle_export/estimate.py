@@ -1,8 +1,8 @@
 """What a build or a compilation will take, said before it starts: disk, memory, and roughly time.
 
 Sizes follow from the weights' headers and are close (tests hold them against real builds). Memory and seconds
-are lines through what was measured on two CPU cores (docs/log.md, benchmarks/results/compile.json): right
-within a third for memory, a guess for time.
+are lines through what was measured on two CPU cores (docs/log.md; compile.json and export_scale.json in
+benchmarks/results): within a third for memory, a guess for time. Tests hold them against these files.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ _GRAPH = (1_000, 11_000)
 _KERNELS = {"16": (3_200_000, 182_000), "fp8": (2_500_000, 735_000)}  # for each profile
 _FUSE_KERNELS = 20_000  # a graph without layers is one product
 _OTHER_FILES = 8_000_000  # tokenizer, manifest, vocabulary map
-# Bytes of memory.
-_STREAMED = (470e6, 5e6, 1.0)  # once: Python's libraries; by layer that is traced; by byte that is held
-_HEAD = 1.5  # by byte of a head, which is read as a whole
+# Bytes of memory. An export takes what Python and its libraries take, some for each layer that is traced, and
+# the weight that it holds. Blocks that are read and written are small, and so are those of threads that hash.
+_STREAMED = (520e6, 1e6, 1.0)  # once, by layer, by byte that is held
 _LOADED = (550e6, 1.25)  # once, by byte of weights: as they are read, or converted
 _COMPILE = (280e6, 12e6, 3.0)  # once, by layer, by byte of weights
 # Seconds.
-_EXPORT_SECONDS = (6.0, 0.2, 5.0)  # once, by layer, by GB of weights
+# Importing libraries and checking; tracing; hashing what is read; converting and writing what is not linked.
+_EXPORT_SECONDS = (20.0, 1.2, 1.0, 2.5)  # once, by layer, by GB that is hashed, by GB that is written
 _CALIBRATE_SECONDS = (0.0, 50.0)  # once, by GB of weights in fp32
 _MEASURE_SECONDS = (10.0, 60.0)  # likewise
 _COMPILE_SECONDS = (2.5, 0.25, 3.0)  # by graph, by layer and profile, by GB of weights
@@ -203,7 +204,7 @@ def _graph_bytes(graph: GraphWeights, links: bool) -> int:
 def _export_steps(
     graphs: Sequence[GraphWeights], calibrates: bool, measures: bool, links: bool
 ) -> dict[str, StepEstimate]:
-    """What making these graphs takes. Weights are written one at a time; a head's are read before."""
+    """What making these graphs takes. Weights are read and written one at a time."""
     read, own, fp32 = (
         sum(getattr(graph, name) for graph in graphs) for name in ("read_bytes", "bytes", "fp32_bytes")
     )
@@ -211,12 +212,12 @@ def _export_steps(
     if calibrates:
         memory = _line(_LOADED, max(read, own, fp32))
         steps["calibrate"] = StepEstimate(int(memory), _line(_CALIBRATE_SECONDS, fp32 / 1e9))
-    head = sum(graph.read_bytes for graph in graphs if graph.name != "target")
-    held = _HEAD * head + max(graph.unlinked_held_bytes if links else graph.held_bytes for graph in graphs)
+    held = max(graph.unlinked_held_bytes if links else graph.held_bytes for graph in graphs)
+    held += sum(graph.loaded_bytes for graph in graphs)
     layers = sum(graph.layers for graph in graphs)
     written = sum(_graph_bytes(graph, links) for graph in graphs)
     steps["export"] = StepEstimate(
-        int(_line(_STREAMED, layers, held)), _line(_EXPORT_SECONDS, layers, written / 1e9)
+        int(_line(_STREAMED, layers, held)), _line(_EXPORT_SECONDS, layers, read / 1e9, written / 1e9)
     )
     if measures:  # the float32 modules, and ONNX Runtime with weights that it widens
         memory = _LOADED[0] + 2 * fp32 + own + read

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from eagle_export.checks import READING, Check
 from eagle_export.head_settings import SWITCHES
-from eagle_export.heads.spec import HeadSpec, default_feature_layers
+from eagle_export.heads.spec import HeadSpec, default_feature_layers, raw_last
 from eagle_export.models.families import rope_of
 from eagle_export.models.head import Draft, Fuse
+from eagle_export.models.target import residual_streams
 from eagle_export.reference import Modules
 from eagle_export.train.ttt import Batch, unroll
 
@@ -74,25 +75,40 @@ def readings(spec: HeadSpec, *, layers: int, target_theta: float | None = None) 
     """
     found = [Reading("", spec)]
     if spec.has_fuse:
-        own = spec.feature_layers
-        others = [tuple(i + by for i in own) for by in (-1, 1)]
-        if len(own) == 3:
-            others.append(default_feature_layers(layers))
-        for ids in dict.fromkeys(others):
-            if ids != own and list(ids) == sorted(set(ids)) and ids[0] >= 0 and ids[-1] < layers:
-                flag = f"--layer-ids {','.join(map(str, ids))}"
-                found.append(Reading(flag, replace(spec, feature_layers=ids)))
+        for ids in _other_layers(spec.feature_layers, layers):
+            flag = f"--head-layer-ids {','.join(map(str, ids))}"
+            found.append(Reading(flag, replace(spec, feature_layers=ids)))
     if spec.algorithm == "eagle3":
         for name in SWITCHES:
             changed: dict[str, Any] = {name: not getattr(spec, name)}
             flag = f"--head-set {name}={str(changed[name]).lower()}"
             found.append(Reading(flag, replace(spec, **changed)))
+    if spec.own_embedding and spec.hidden_size == spec.target_hidden_size:
+        flag = "the target's embedding, without embed_tokens.weight in its checkpoint,"
+        found.append(Reading(flag, replace(spec, own_embedding=False)))
     for theta in dict.fromkeys((10000.0, target_theta)):
         if theta is not None and theta != spec.rope_theta:
             found.append(Reading(f"--head-set rope_theta={theta:g}", replace(spec, rope_theta=theta)))
     if spec.rope_scaling:
         found.append(Reading("--head-set rope_scaling=none", replace(spec, rope_scaling={})))
     return found
+
+
+def _other_layers(own: tuple[int, ...], layers: int) -> list[tuple[int, ...]]:
+    """Layer ids that a head could have been meant to read: one off, the usual ones, the last one normed."""
+    raw = raw_last(layers)
+    plain = [layers if i == raw else i for i in own]  # outputs of layers, the last one before its norm
+    shifted = [[i + by for i in plain] for by in (-1, 1)]
+    others = [tuple(raw if i == layers else i for i in ids) for ids in shifted if ids[-1] <= layers]
+    if len(own) == 3:
+        others.append(default_feature_layers(layers))
+    if own[-1] in (layers, raw):
+        others.append((*own[:-1], layers if own[-1] == raw else raw))
+    return [
+        ids
+        for ids in dict.fromkeys(others)
+        if ids != own and list(ids) == sorted(set(ids)) and ids[0] >= 0 and ids[-1] <= raw
+    ]
 
 
 def measure_readings(
@@ -104,7 +120,8 @@ def measure_readings(
     """
     assert modules.draft is not None
     assert modules.draft_to_target is not None
-    drafts = [_read_as(modules.draft, reading.spec) for reading in chosen]
+    embedding = modules.model.get_input_embeddings().weight
+    drafts = [_read_as(modules.draft, reading.spec, embedding) for reading in chosen]
     asked = sorted({layer for reading in chosen for layer in reading.spec.feature_layers})
     own = torch.full((modules.draft.spec.vocab_size,), -1)
     own[modules.draft_to_target] = torch.arange(len(modules.draft_to_target))  # draft id of a target id
@@ -159,17 +176,21 @@ def check_head(
     return check_readings(found), found
 
 
-def _read_as(draft: Draft, spec: HeadSpec) -> Draft:
-    """The same weights under another spec."""
+def _read_as(draft: Draft, spec: HeadSpec, embedding: Tensor) -> Draft:
+    """The same weights under another spec; embedding [V, H]: the target's."""
     with torch.device("meta"):
         other = Draft(spec)
-    other.load_state_dict(draft.state_dict(), assign=True)
+    state = draft.state_dict()
+    if draft.spec.own_embedding and not spec.own_embedding:
+        state["embed_tokens.weight"] = embedding.detach()
+    other.load_state_dict(state, assign=True)
     return other.eval()
 
 
 def _states(model: Any, tokens: Tensor, asked: Sequence[int]) -> dict[int, Tensor]:
-    out = model.model(input_ids=tokens, use_cache=False, output_hidden_states=True)
-    return {layer: out.hidden_states[layer] for layer in asked}
+    with residual_streams(model) as streams:
+        states = streams(model.model(input_ids=tokens, use_cache=False, output_hidden_states=True))
+    return {layer: states[layer] for layer in asked}
 
 
 class _Drafted(NamedTuple):

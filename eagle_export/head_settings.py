@@ -1,4 +1,4 @@
-"""What a person says about a head, over what its checkpoint says: `--layer-ids`, `--head-set`, recipes."""
+"""What is said about a head over what its checkpoint says: by `--head-layer-ids`, `--head-set`, recipes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_SCALING = "none"
 class HeadSettings:
     """None leaves the checkpoint's word.
 
-    layer_ids     indices into Transformers' `hidden_states`.
+    layer_ids     indices into Transformers' `hidden_states`, or one more (see heads/spec.py).
     rope_theta    the base that the head was trained with.
     rope_scaling  "none": the head was trained with plain RoPE, whatever was written for inference.
     The switches are those of HeadSpec.

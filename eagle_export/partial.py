@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_export.files import alone_in
-from eagle_export.place import disk_full, settle, swap
+from eagle_export.place import check_place, disk_full, settle, swap
 from eagle_run.bundle import MANIFEST, file_sha256, remember_sha256
 from eagle_run.errors import EagleError
 
@@ -42,7 +42,9 @@ class Partial:
     """Opens with `enter` and ends with `leave`, between which `folder` belongs to this run alone.
 
     identity: everything that decides the contents, as plain data; None for a run that cannot be continued.
-    fresh: do not take anything over. note: tells the user one line.
+    force: a bundle that is at `place` may be replaced.
+    check: raises where what the contents are made from is no longer what it was; asked before anything is
+    recorded or published. fresh: do not take anything over. note: tells the user one line.
     """
 
     def __init__(
@@ -50,12 +52,16 @@ class Partial:
         place: Path,
         identity: Mapping[str, Any] | None = None,
         *,
+        force: bool = False,
+        check: Callable[[], None] = lambda: None,
         fresh: bool = False,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.folder = partial_of(place)
         self._place = place
         self._identity = _plain(identity)
+        self._force = force
+        self._check = check
         self._fresh = fresh
         self._note = note
         self._steps: dict[str, Step] = {}
@@ -75,6 +81,7 @@ class Partial:
         try:
             self._check_ours()
             settle(self._place)
+            check_place(self._place, force=self._force)
             self._read()
             self._tidy()
             self._write()
@@ -94,6 +101,7 @@ class Partial:
 
     def record(self, step: str, files: Sequence[str] = (), facts: Any = None, key: Any = None) -> None:
         """Notes that `files`, relative to the folder, are whole and will not change any more."""
+        self._check()
         entries = {name: _entry(self.folder / name) for name in files}
         self._steps[step] = Step(entries, _plain(facts), _plain(key))
         self._taken.add(step)
@@ -109,7 +117,8 @@ class Partial:
                 return False
             if keep and self._identity is not None and self._steps:
                 self._tidy()
-                self._write()
+                with contextlib.suppress(OSError):  # a full disk; the journal is as it was
+                    self._write()
                 self._note(
                     f"finished parts are kept in {self.folder}: the same command goes on from there, with "
                     "--fresh it starts over; delete that folder to have the space back"
@@ -126,6 +135,8 @@ class Partial:
         The journal is no part of it, nor what an earlier run finished and this one did not want, unless it
         is among `files`.
         """
+        self._check()
+        check_place(self._place, force=self._force)  # something may have come there meanwhile
         unused = {name for step in self._steps.keys() - self._taken for name in self._steps[step].files}
         for name in unused - set(files):
             (self.folder / name).unlink(missing_ok=True)

@@ -18,17 +18,33 @@ def free_space(path: Path) -> int:
 
 
 def check_links(files: Iterable[Path], place: Path) -> None:
-    """Raises EagleError where files are on another disk than `place` will be: they cannot be linked there.
+    """Raises EagleError where files cannot be linked to where `place` will be: it is on another disk, say.
 
-    Folders are compared, since a file in a layered file system may name another device.
+    That is tried with one file of each folder. Disks need not differ by their numbers: a folder that is bound
+    into a container is as good as another disk.
     """
-    disk = _existing(place).stat().st_dev
-    for file in files:
-        if file.resolve().parent.stat().st_dev != disk:
+    probe = _existing(place) / f".eagle-export-{os.getpid()}"
+    for folder, file in {file.resolve().parent: file for file in files}.items():
+        try:
+            os.link(folder / file.resolve().name, probe)
+            probe.unlink()
+        except OSError as error:
+            why = "it is on another disk" if error.errno == errno.EXDEV else error.strerror
             raise EagleError(
-                f"{file} cannot be linked into {place}: it is on another disk",
+                f"{file} cannot be linked into {place}: {why}",
                 hint="choose a place on the checkpoint's own disk with --out, or leave out --link-weights",
-            )
+            ) from None
+
+
+def check_writable(path: Path) -> None:
+    """Raises EagleError where the folder that `path` goes to cannot be made or written."""
+    above = _existing(path.parent)
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        why = "may not be written" if above.is_dir() else "is a file"
+        raise EagleError(
+            f"{path} cannot be written: {above} {why}",
+            hint="choose another place with --out, or make that folder writable",
+        )
 
 
 def _existing(path: Path) -> Path:
@@ -44,6 +60,11 @@ def check_place(path: Path, *, force: bool) -> None:
         raise EagleError(
             f"{path} is a link to nothing: expected a folder, or a free name",
             hint="remove the link, or choose another place with --out",
+        )
+    if os.path.ismount(path):
+        raise EagleError(
+            f"{path} is the top of a disk: a finished bundle is renamed to its place, which cannot be there",
+            hint=f"name a folder inside it: --out {path / 'bundle'}",
         )
     if not path.is_dir() or not any(path.iterdir()):
         return
@@ -71,7 +92,8 @@ def swap(new: Path, place: Path) -> None:
             aside.rename(place)
         if isinstance(error, OSError):
             raise EagleError(
-                f"{place}: the finished bundle cannot be put in place: {error.strerror}"
+                f"{place}: the finished bundle cannot be put in place: {error.strerror}",
+                hint="choose another place with --out",
             ) from error
         raise
     _remove(aside)

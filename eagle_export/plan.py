@@ -18,7 +18,8 @@ from eagle_export.options import (
     choose_tree,
 )
 from eagle_export.partial import space_of
-from eagle_export.place import check_links, check_place, free_space
+from eagle_export.place import check_links, check_place, check_writable, free_space
+from eagle_export.unchanged import Unchanged
 from eagle_run.bundle import Limits, TreeDefaults
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Plan:
     fp8: Fp8Options
     measure: bool
     link_weights: bool
+    unchanged: Unchanged  # target and head since they were found
     out: Path
 
 
@@ -58,14 +60,15 @@ def make_plan(options: BuildOptions) -> Plan:
     _sizes(options, named)
     target = recipes.resolve_target(options.target)
     head = None if options.head == "none" else recipes.resolve_head(options.head, target)
+    folders = [target.folder] + ([head.folder] if head else [])
+    unchanged = Unchanged(target.file, *folders, linked=options.link_weights)
     limits, tree = _sizes(options, target.recipe)
     config = load_config(target, limits.max_seq_len)
     loaded = None
     if head is not None:
         loaded = load_fitting_head(head, config, options.head_settings)
     if options.link_weights:
-        folders = [target.folder] + ([head.folder] if head else [])
-        check_links((file for folder in folders for file in weights.weight_files(folder)), out.parent)
+        check_links((file for folder in folders for file in weights.model_files(folder)), out.parent)
     rows = cache_rows_for(limits, tree)
     return Plan(
         target=target,
@@ -80,6 +83,7 @@ def make_plan(options: BuildOptions) -> Plan:
         fp8=options.fp8,
         measure=options.measure,
         link_weights=options.link_weights,
+        unchanged=unchanged,
         out=out,
     )
 
@@ -138,10 +142,12 @@ def fit(plan: Plan) -> tuple[Plan, Estimate, tuple[str, ...]]:
     """The plan as this machine can do it, what it takes, and what to tell the user.
 
     Without enough memory to compare a target with its float32 self, that is left out. Raises EagleError when
-    the disk is too small, or memory by far; what an interrupted run left counts as room.
+    the place cannot be written, and when the disk is too small, or memory by far; what an interrupted run
+    left counts as room.
     """
     from eagle_export.estimate import memory_here
 
+    check_writable(plan.out)  # weights are identified before anything is written: that may take minutes
     memory, needed = memory_here(), estimate_plan(plan)
     notes = []
     if (measuring := needed.steps.get("measure")) and measuring.memory_bytes > memory.total:

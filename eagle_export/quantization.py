@@ -133,7 +133,7 @@ def _also(plan: Plan) -> list[str]:
 
 def _layer_names(plan: Plan) -> set[str]:
     """Of all weights, also without prefixes that a checkpoint may have; empty where no header says them."""
-    paths = [path for path in weights.weight_files(plan.target.folder) if path.suffix == ".safetensors"]
+    paths = [path for path in weights.model_files(plan.target.folder) if path.suffix == ".safetensors"]
     stored = [name for path in paths for name in weights.read_header(path)]
     if not stored:
         return set()

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from eagle_export import weights
+from eagle_export import weights, whereabouts
 from eagle_export.head_settings import UNSAID, HeadSettings
 from eagle_run.bundle import Record, TreeDefaults, explain
 from eagle_run.errors import EagleError, UsageError
@@ -21,7 +21,7 @@ from eagle_run.errors import EagleError, UsageError
 Algorithm = Literal["eagle1", "eagle3"]
 Count = Annotated[int, Field(ge=1)]
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PAPER_TREE = TreeDefaults(kind="dynamic", depth=8, top_k=10, nodes=60)
 _DEFAULT_CONTEXT = 4096
 
@@ -55,10 +55,11 @@ class Source(Record):
         return self
 
     def __str__(self) -> str:
+        """As a manifest has it: nothing of this machine's folders."""
         if self.kind == "gguf-package":
             return f"{self.package}=={self.version}/{self.file}"
         if self.kind == "folder":
-            return str(self.path)
+            return whereabouts.told(str(self.path))
         return f"{self.id}@{self.revision}" if self.revision else str(self.id)
 
 
@@ -119,7 +120,7 @@ class ResolvedTarget:
     @cached_property
     def sha256(self) -> str:
         """Identity of the weights: the first time they are all read."""
-        return weights.identity(self.file)
+        return whereabouts.identify(self.file)
 
 
 @dataclass(frozen=True)
@@ -128,9 +129,13 @@ class ResolvedHead:
 
     source: str
     folder: Path
-    sha256: str
     algorithm: Algorithm | None
     settings: HeadSettings = UNSAID
+
+    @cached_property
+    def sha256(self) -> str:
+        """Identity of the weights, as of a target's."""
+        return whereabouts.identify(self.folder)
 
 
 def recipes_dir() -> Path:
@@ -210,7 +215,7 @@ def find_target(target: str) -> tuple[Recipe, Path]:
         raise UsageError(
             f"{target} is a file", hint="give the Hugging Face folder (config.json and safetensors)"
         )
-    if _HUB_ID.fullmatch(target):
+    if HUB_ID.fullmatch(target):
         return _default_recipe(target.partition("/")[2], Source(kind="hub", id=target), None), Path()
     raise UsageError(
         f"unknown target {target!r}: no recipe, no folder and no hub id (org/name)",
@@ -246,10 +251,7 @@ def _default_recipe(name: str, source: Source, folder: Path | None) -> Recipe:
 def _resolved_target(recipe: Recipe, recipe_dir: Path) -> ResolvedTarget:
     source = recipe.target
     if source.kind == "gguf-package":
-        assert source.package
-        assert source.version
-        assert source.file
-        gguf = weights.find_gguf(source.package, source.version, source.file)
+        gguf = weights.find_gguf(str(source.package), str(source.version), str(source.file))
         folder, file = weights.convert_gguf(gguf), gguf
     else:
         folder = file = _local(source, recipe_dir)
@@ -271,7 +273,7 @@ def find_head(head: str, recipe: Recipe) -> HeadSource:
     local = Path(head).expanduser()
     if local.is_dir():
         return HeadSource(kind="folder", path=str(local.resolve()))
-    if _HUB_ID.fullmatch(head):
+    if HUB_ID.fullmatch(head):
         return HeadSource(kind="hub", id=head)
     raise UsageError(
         f"unknown head {head!r}: expected eagle1, eagle3, a folder or a hub id (org/name)",
@@ -284,17 +286,14 @@ def resolve_head(head: str, target: ResolvedTarget) -> ResolvedHead:
     source = find_head(head, target.recipe)
     algorithm = head if head in ("eagle1", "eagle3") else None
     folder = _local(source, target.recipe_dir)
-    identity = weights.folder_identity(folder)
-    return ResolvedHead(str(source), folder, identity, algorithm, source.settings)  # type: ignore[arg-type]
+    return ResolvedHead(str(source), folder, algorithm, source.settings)  # type: ignore[arg-type]
 
 
 def _local(source: Source, base: Path) -> Path:
     """The folder of a hub or folder source, fetched if need be and checked."""
     if source.kind == "hub":
-        assert source.id
-        folder = weights.fetch(source.id, source.revision)
+        folder = weights.fetch(str(source.id), source.revision)
     else:
-        assert source.path
-        folder = base / source.path
+        folder = base / str(source.path)
     weights.check_folder(folder)
     return folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eagle_export import recipe as recipes
-from eagle_export import weights
+from eagle_export import weights, whereabouts
 from eagle_export.graphs.stream import InMemory, Weight
 from eagle_export.head_settings import UNSAID, HeadSettings, parse_settings
 from eagle_export.heads import LoadedHead, load_head
@@ -19,7 +20,7 @@ from eagle_export.models.families import FAMILIES, TEXT_PARTS, check_family, fam
 from eagle_export.models.target import TargetModule, load_target, target_dims
 from eagle_export.stored import source_of
 from eagle_run.backends.base import Graph
-from eagle_run.bundle import HeadInfo, Manifest
+from eagle_run.bundle import HeadInfo, Manifest, TargetInfo
 from eagle_run.errors import EagleError, first_line
 
 if TYPE_CHECKING:
@@ -75,21 +76,26 @@ def load_fitting_head(head: ResolvedHead, config: Any, said: HeadSettings = UNSA
     loaded = load_head(head.folder, target_dims(config), said.over(head.settings))
     if head.algorithm is not None and loaded.spec.algorithm != head.algorithm:
         raise EagleError(
-            f"{head.source} is an {loaded.spec.algorithm} head, but the recipe calls it {head.algorithm}",
+            f"{head.folder} is an {loaded.spec.algorithm} head, but the recipe calls it {head.algorithm}",
             hint="correct the recipe, or give the head's folder with --head",
         )
     return loaded
 
 
-def load_modules(target: ResolvedTarget, loaded: LoadedHead | None, dtype: torch.dtype) -> Modules:
-    """Reads the weights. Raises EagleError when the checkpoint does not hold exactly the model's tensors."""
-    return _join(load_target(target.folder, dtype), loaded, dtype)
+def load_modules(
+    target: ResolvedTarget, loaded: LoadedHead | None, dtype: torch.dtype, max_seq_len: int | None = None
+) -> Modules:
+    """Reads the weights. Raises EagleError when the checkpoint does not hold exactly the model's tensors.
+
+    max_seq_len: see TargetModule.
+    """
+    return _join(load_target(target.folder, dtype), loaded, dtype, max_seq_len)
 
 
-def _join(model: Any, loaded: LoadedHead | None, dtype: torch.dtype) -> Modules:
+def _join(model: Any, loaded: LoadedHead | None, dtype: torch.dtype, max_seq_len: int | None) -> Modules:
     # Without a head nothing reads the features; the last layer's cost nothing.
     layers = loaded.spec.feature_layers if loaded else (model.config.num_hidden_layers,)
-    module = TargetModule(model, layers).eval()
+    module = TargetModule(model, layers, max_seq_len).eval()
     if loaded is None:
         return Modules(model, module, None, None, None)
     from eagle_export.models.head import build_head
@@ -99,7 +105,9 @@ def _join(model: Any, loaded: LoadedHead | None, dtype: torch.dtype) -> Modules:
     return Modules(model, module, fuse, draft, loaded.draft_to_target)
 
 
-def load_hollow(target: ResolvedTarget, loaded: LoadedHead | None, dtype: torch.dtype) -> Modules:
+def load_hollow(
+    target: ResolvedTarget, loaded: LoadedHead | None, dtype: torch.dtype, max_seq_len: int
+) -> Modules:
     """`load_modules` for an export: the same checks, but no weight of the target is read."""
     from eagle_export.models.recorded import Recorded
     from eagle_export.models.skeleton import hollow, load_recorded
@@ -109,7 +117,7 @@ def load_hollow(target: ResolvedTarget, loaded: LoadedHead | None, dtype: torch.
     if loaded is not None:
         held = {name: source_of(tensor) or InMemory(tensor) for name, tensor in loaded.tensors.items()}
         empty = replace(loaded, tensors={name: Recorded(weight) for name, weight in held.items()})
-    modules = _join(model, empty, dtype)
+    modules = _join(model, empty, dtype, max_seq_len)
     parts = {"target": modules.target.model, "fuse": modules.fuse, "draft": modules.draft}
     return replace(modules, weights={name: hollow(part) for name, part in parts.items() if part is not None})
 
@@ -131,18 +139,19 @@ def reference_of(
 ) -> Modules:
     """The modules that a bundle was exported from, in `precision` (a key of DTYPES).
 
-    `target` and `head` name the sources as for a build; by default they are found from the manifest.
-    Raises EagleError when a source is not here, or is not the one that the bundle was built from.
+    `target` and `head` name the sources as for a build; by default they are found by what the manifest says
+    of them, and by where their identities were last seen on this machine. Raises EagleError when a source is
+    not found, or is not the one that the bundle was built from.
     """
-    found = recipes.resolve_target(target or _target_source(manifest))
-    _check_same(manifest, "target", manifest.target.sha256, found.sha256, found.source)
+    found = recipes.resolve_target(target or _find_target(manifest))
+    _check_same(manifest, "target", manifest.target.sha256, found.sha256, found.file)
     config = load_config(found, manifest.limits.max_seq_len)
     loaded = None
     if manifest.head is not None:
-        source = recipes.resolve_head(head or _head_source(manifest, found), found)
-        _check_same(manifest, "head", manifest.head.sha256, source.sha256, source.source)
+        source = recipes.resolve_head(head or _find_head(manifest, manifest.head, found), found)
+        _check_same(manifest, "head", manifest.head.sha256, source.sha256, source.folder)
         loaded = load_fitting_head(source, config, settings_of(manifest.head))
-    return load_modules(found, loaded, DTYPES[precision])
+    return load_modules(found, loaded, DTYPES[precision], manifest.limits.max_seq_len)
 
 
 def settings_of(head: HeadInfo) -> HeadSettings:
@@ -150,26 +159,43 @@ def settings_of(head: HeadInfo) -> HeadSettings:
     return replace(parse_settings(head.settings), layer_ids=head.feature_layers)
 
 
-def _target_source(manifest: Manifest) -> str:
-    """What `--target` would say: the recipe of this name and source, or the source itself."""
+def _find_target(manifest: Manifest) -> str:
+    """What `--target` would say: the recipe of this name and source, or where the model is."""
     for known in recipes.list_recipes():
         if known.name == manifest.target.name and str(known.target) == manifest.target.source:
             return known.name
-    return manifest.target.source.partition("@")[0]
+    return _find(manifest, "target", manifest.target)
 
 
-def _head_source(manifest: Manifest, target: ResolvedTarget) -> str:
-    assert manifest.head is not None
+def _find_head(manifest: Manifest, info: HeadInfo, target: ResolvedTarget) -> str:
+    """What `--head` would say."""
     for algorithm, source in target.recipe.heads.items():
-        if str(source) == manifest.head.source:
+        if str(source) == info.source:
             return algorithm
-    return manifest.head.source.partition("@")[0]
+    return _find(manifest, "head", info)
 
 
-def _check_same(manifest: Manifest, part: str, expected: str, found: str, source: str) -> None:
+def _find(manifest: Manifest, part: str, info: TargetInfo | HeadInfo) -> str:
+    """The folder where a part's identity was last seen, else its hub id (or, as manifests once had it, the
+    folder that it was built from)."""
+    if (folder := whereabouts.recall(info.sha256)) is not None:
+        return str(folder)
+    if Path(info.source).is_absolute() and Path(info.source).is_dir():
+        return info.source
+    hub_id = info.source.partition("@")[0]
+    if recipes.HUB_ID.fullmatch(hub_id):
+        return hub_id
+    raise EagleError(
+        f"the {part} of bundle {manifest.name} was not yet seen on this machine: {info.source}, "
+        f"sha256 {info.sha256[:12]}…",
+        hint=f"say where it is with --{part}",
+    )
+
+
+def _check_same(manifest: Manifest, part: str, expected: str, found: str, place: Path) -> None:
     if expected != found:
         raise EagleError(
             f"bundle {manifest.name} was built from another {part}: expected sha256 {expected[:12]}…, "
-            f"found {found[:12]}… ({source})",
+            f"found {found[:12]}… ({place})",
             hint=f"give the {part} it was built from with --{part}, or build the bundle again",
         )

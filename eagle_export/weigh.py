@@ -42,9 +42,10 @@ Sizes = dict[str, Size]  # of a checkpoint's tensors, by name
 class GraphWeights:
     """A graph to come: its decoder layers, and the bytes of its weights: in its precision, and in fp32.
 
-    read_bytes: of its own weight files, as they are stored. held_bytes: what is in memory at a time when it
-    is written: the largest product, or all that torch's .bin files hold. linked_bytes: of the weights that
+    read_bytes: of its own weight files, as they are stored. held_bytes: of the largest product, which is held
+    while it is written (an embedding is not: its rows stay rows). linked_bytes: of the weights that
     --link-weights leaves in the checkpoint's files; unlinked_held_bytes: held_bytes of the others.
+    loaded_bytes: of torch's .bin files, which are in memory from beginning to end.
     """
 
     name: str
@@ -55,6 +56,7 @@ class GraphWeights:
     held_bytes: int = 0
     linked_bytes: int = 0
     unlinked_held_bytes: int = 0
+    loaded_bytes: int = 0
 
 
 def weigh_checkpoints(
@@ -130,18 +132,22 @@ class _Scale:
         together: Counter[str] = Counter()
         apart: Counter[str] = Counter()
         for key, tensor in found.items():
-            together[_merged(key)] += tensor.bytes
+            if key.endswith("embed_tokens.weight"):
+                continue
+            held = tensor.bytes or written[key]
+            together[_merged(key)] += held
             if key not in linked:
-                apart[_merged(key)] += tensor.bytes
+                apart[_merged(key)] += held
         return GraphWeights(
             name,
             layers=len({match[0] for key in found if (match := _LAYER.search(key))}),
             bytes=sum(written.values()) + unread // 2 * (1 if self.precision == "fp8" else width),
             fp32_bytes=sum(tensor.values for tensor in found.values()) * 4 + unread * 2,
             read_bytes=_bytes(sizes) + unread,
-            held_bytes=max(together.values(), default=0) + unread // 2 * width,
+            held_bytes=max(together.values(), default=0),
             linked_bytes=sum(written[key] for key in linked),
-            unlinked_held_bytes=max(apart.values(), default=0) + unread // 2 * width,
+            unlinked_held_bytes=max(apart.values(), default=0),
+            loaded_bytes=unread // 2 * width,
         )
 
     def _width(self, key: str) -> int:

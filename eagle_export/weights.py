@@ -24,6 +24,7 @@ from eagle_run.hashing import cache_dir, file_sha256
 
 # Goes up whenever convert_gguf writes something else for the same file: old conversions are not reused.
 _CONVERSION = 1
+_WEIGHTS, _INDEX = ("model.safetensors", "pytorch_model.bin"), ".index.json"
 _MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 _AGAIN = "the file is damaged or incomplete; fetch it again"
 
@@ -63,11 +64,11 @@ def file_identity(path: Path) -> str:
 
 
 def folder_identity(folder: Path) -> str:
-    """SHA-256 over the lines "sha256  name" of config.json and the weight files, sorted by name.
+    """SHA-256 over the lines "sha256  name" of config.json and `model_files`, sorted by name.
 
     Tokenizer and model card are not part of it: they do not change the distribution.
     """
-    files = sorted([folder / "config.json", *weight_files(folder)])
+    files = sorted([folder / "config.json", *model_files(folder)])
     with ThreadPoolExecutor(max_workers=min(cores(), 8)) as pool:
         digests = list(pool.map(file_identity, files))
     lines = "".join(f"{digest}  {path.name}\n" for digest, path in zip(digests, files, strict=True))
@@ -90,15 +91,7 @@ def check_folder(folder: Path) -> None:
     from safetensors import SafetensorError, safe_open
 
     read_config(folder)
-    for index in sorted(folder.glob("*.index.json")):
-        shards = set(read_json(index).get("weight_map", {}).values())
-        if absent := sorted(name for name in shards if not (folder / name).is_file()):
-            raise EagleError(f"{folder}: {index.name} lists {', '.join(absent)}, not found", hint=_AGAIN)
-    if not (files := weight_files(folder)):
-        raise EagleError(
-            f"{folder}: no weights", hint="expected model.safetensors, or its shards, beside config.json"
-        )
-    for path in files:
+    for path in model_files(folder):
         if path.suffix == ".safetensors":
             try:
                 with safe_open(path, framework="pt"):
@@ -115,21 +108,39 @@ def read_header(path: Path) -> dict[str, Any]:
     return header
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The files that hold a model's weights: safetensors, or torch's .bin where there are none."""
-    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-
-
 def model_files(folder: Path) -> list[Path]:
-    """Those of `weight_files` that make up the model, as Transformers reads it: some publishers put the same
-    weights in a layout of their own beside them."""
-    files, index = weight_files(folder), folder / "model.safetensors.index.json"
-    if (whole := folder / "model.safetensors") in files:
-        return [whole]
-    if not index.is_file():
-        return files
-    names = set(read_json(index).get("weight_map", {}).values())
-    return [path for path in files if path.name in names]
+    """The files that hold a model's or head's weights: the one place where this is decided.
+
+    As in Transformers it is the first that is there of model.safetensors, its shards, pytorch_model.bin and
+    its shards; whatever else lies in the folder does not count, since some publishers put the same weights in
+    a layout of their own beside them. Raises EagleError where there are none, and for an index that is
+    damaged or names files that are not in the folder.
+    """
+    if (found := _first_weights(folder)) is None:
+        raise EagleError(
+            f"{folder}: no weights: expected {' or '.join(_WEIGHTS)}, whole or in shards with an index",
+            hint="download the whole folder; the weights must lie beside config.json",
+        )
+    if not found.name.endswith(_INDEX):
+        return [found]
+    weight_map = read_json(found).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise EagleError(f"{found} has no weight_map, which says where each weight is", hint=_AGAIN)
+    names = sorted({str(name) for name in weight_map.values()})
+    if outside := [name for name in names if Path(name).name != name]:
+        raise EagleError(
+            f"{found} points outside its folder: {', '.join(outside)}",
+            hint="put the weights beside their index, and only the names of files into it",
+        )
+    if absent := [name for name in names if not (folder / name).is_file()]:
+        raise EagleError(f"{folder}: {found.name} lists {', '.join(absent)}, not found", hint=_AGAIN)
+    return [folder / name for name in names]
+
+
+def _first_weights(folder: Path) -> Path | None:
+    """The first of the files that Transformers looks for: weights, or the index of their shards."""
+    places = (folder / f"{name}{end}" for name in _WEIGHTS for end in ("", _INDEX))
+    return next((path for path in places if path.is_file()), None)
 
 
 def read_json(where: Path) -> dict[str, Any]:
@@ -156,9 +167,10 @@ def fetch(hub_id: str, revision: str | None) -> Path:
     elsewhere = f"`hf download {hub_id} --local-dir FOLDER` where there is a network, then give that FOLDER"
     try:
         folder = download(_MODEL_FILES)
-        return (
-            folder if any(folder.glob("*.safetensors")) else download((*_MODEL_FILES, "pytorch_model*.bin"))
-        )
+        found = _first_weights(folder)
+        if found is not None and found.name.startswith(_WEIGHTS[0]):
+            return folder
+        return download((*_MODEL_FILES, "pytorch_model*.bin"))
     except errors.GatedRepoError:
         raise EagleError(
             f"{hub_id} is gated: its owner wants a licence accepted first",

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from eagle_export.partial import Partial, worth_keeping
-from eagle_export.place import check_place, disk_full
+from eagle_export.place import disk_full
+from eagle_export.whereabouts import told
 from eagle_run.backends.base import GraphSpec
 from eagle_run.bundle import (
     MANIFEST,
@@ -63,7 +64,8 @@ class BundleWriter:
     the system or, once `keep` was called, any error. A full disk becomes an EagleError.
 
     identity: everything that decides the contents; None for a bundle whose making cannot be continued.
-    fresh: do not go on where an earlier run ended. note: tells the user one line.
+    check: raises where the sources of the bundle have changed since. fresh: do not go on where an earlier
+    run ended. note: tells the user one line.
     """
 
     def __init__(
@@ -72,21 +74,20 @@ class BundleWriter:
         *,
         force: bool = False,
         identity: Mapping[str, Any] | None = None,
+        check: Callable[[], None] = lambda: None,
         fresh: bool = False,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.path = Path(os.path.normpath(path))
         if self.path.name in ("", ".."):
             raise UsageError(f"{path} is no place for a bundle", hint="name a new folder with --out")
-        self.force = force
-        self.journal = Partial(self.path, identity, fresh=fresh, note=note)
+        self.journal = Partial(self.path, identity, force=force, check=check, fresh=fresh, note=note)
         self.folder = self.journal.folder
         self._keep = False
         self._artifacts: list[Artifact] = []
         self._tokenizer: list[FileEntry] = []
 
     def __enter__(self) -> BundleWriter:
-        check_place(self.path, force=self.force)
         self.journal.enter()
         return self
 
@@ -189,6 +190,7 @@ class BundleWriter:
                 if disk_full(error) or not link:
                     raise
                 shutil.copyfile(bundle.path / name, place)  # a file system without links
+        bundle.check_unchanged()
         known = {entry.path: entry.sha256 for entry in bundle.manifest.files()}
         remember_sha256({self.folder / name: known[name] for name in names if name in known})
         self._artifacts = kept
@@ -247,9 +249,11 @@ class BundleWriter:
     def finish_like(self, manifest: Manifest) -> Bundle:
         """`finish` with everything of an adopted bundle's manifest that is not the writer's own."""
         own = {"schema_version", "name", "created", "tool_version", "tokenizer", "artifacts"}
-        return self.finish(
-            **{name: getattr(manifest, name) for name in Manifest.model_fields if name not in own}
-        )
+        fields = {name: getattr(manifest, name) for name in Manifest.model_fields if name not in own}
+        for part in ("target", "head"):  # manifests once had the folders of the machine that built them
+            if (info := fields[part]) is not None:
+                fields[part] = info.model_copy(update={"source": told(info.source)})
+        return self.finish(**fields)
 
     def finish(self, **fields: Any) -> Bundle:
         """Writes the manifest, checks the whole bundle as the runtime would, and puts it in place.

@@ -15,7 +15,7 @@ from eagle_export.data.conversation import Conversation, Record
 from eagle_export.data.conversations import Prompt
 from eagle_export.data.generator import Generator, Reply
 from eagle_export.data.openings import Openings
-from eagle_export.data.quality import is_empty, loop_start, without_loop
+from eagle_export.data.quality import is_empty, loop_start, until_loop, without_loop
 from eagle_export.data.settings import (
     ANSWER,
     PROMPTS,
@@ -35,11 +35,15 @@ _LEAST_ROOM = 8  # tokens that an answer must have room for
 
 @dataclass
 class Harvest:
-    """What a shard gave: conversations, prompts that the target wrote for it, and why others were dropped."""
+    """What a shard gave: conversations, prompts that the target wrote for it, and why others were dropped.
+
+    cut: answers that were kept up to the loop that they fell into.
+    """
 
     records: list[Record] = field(default_factory=list)
     written: list[str] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
+    cut: int = 0
 
 
 @dataclass
@@ -121,6 +125,7 @@ class Host:
                 ),
                 max_new_tokens=self.settings.max_new_tokens,
                 stop_tokens=self.generator.stop_tokens,
+                until=None if self.settings.loops == "keep" else until_loop,
             )
             for talk in talks
         ]
@@ -129,17 +134,19 @@ class Host:
 
     def _hear(self, talk: Conversation, reply: Reply, harvest: Harvest) -> bool:
         """An answer goes into the conversation; whether it goes on."""
-        tokens, stops = reply.tokens, self.generator.stop_tokens
-        looped = self.settings.loops != "keep" and loop_start(tokens) is not None
+        tokens, loops = reply.tokens, self.settings.loops
+        looped = loops != "keep" and loop_start(tokens) is not None
+        kept = without_loop(tokens) if looped else tokens
         reason = None
-        if is_empty(self.generator.text.decode(tokens)):
+        if is_empty(self.generator.text.decode(kept)):
             reason = "empty answer"
-        elif looped and self.settings.loops == "drop":
+        elif looped and loops == "drop":
             reason = "answer in a loop"
         if reason is not None:
             if talk.turn == 0:
                 harvest.dropped[reason] += 1
             return False
-        talk.answer(self.generator.text, without_loop(tokens) if looped else tokens, stops)
+        harvest.cut += looped
+        talk.answer(self.generator.text, kept, self.generator.stop_tokens)
         more = bool(talk.given) or talk.turn < talk.written_turns
         return more and not looped and reply.finish_reason == "stop"

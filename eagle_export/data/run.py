@@ -137,7 +137,8 @@ def _gather(
 
 def _check_same(before: dict[str, Any], part: str, now: dict[str, Any], out: Path) -> None:
     was = before.get(part, {})
-    if odd := sorted(key for key in {*was, *now} if was.get(key) != now.get(key)):
+    keys = {*was, *now} - {"source"}  # where a target was read from: its sha256 tells which it is
+    if odd := sorted(key for key in keys if was.get(key) != now.get(key)):
         key, another = odd[0], f"another {part.removesuffix('s')}"
         raise EagleError(
             f"{out} was made with {another}: {key} was {was.get(key)!r}, now it is {now.get(key)!r}",
@@ -194,7 +195,7 @@ class _Work:
         self.pace.done += 1
         self.report.note(
             f"shard {number + 1} of {parts}: {info.conversations} conversations, "
-            f"{info.dropped.total()} dropped; {info.answer_tokens:,} tokens of answers; "
+            f"{info.dropped.total()} dropped, {info.cut} cut; {info.answer_tokens:,} tokens of answers; "
             f"{self.pace.rate:.0f} tokens/s{self.pace.rest()}"
         )
         return info
@@ -223,6 +224,7 @@ class _Work:
             "conversations": sum(info.conversations for info in infos),
             "tokens": sum(info.tokens for info in infos),
             "answer_tokens": sum(info.answer_tokens for info in infos),
+            "cut": sum(info.cut for info in infos),
             "dropped": dict(sorted(sum((info.dropped for info in infos), self.dropped).items())),
         }
         self.data["shards"] = [info.record(file) for file, info in self.shards]

@@ -9,7 +9,8 @@ A shard holds n conversations of `sum` tokens in all:
     loss_mask        u8 [sum]     1: a token of an answer, of any turn
 
 Its metadata, JSON under the key "shard", say which part of the run it is (`part`), which prompts the target
-wrote for it (`prompts`), and how many conversations were dropped, and why (`dropped`).
+wrote for it (`prompts`), how many conversations were dropped, and why (`dropped`), and how many answers were
+cut where they fell into a loop (`cut`).
 """
 
 from __future__ import annotations
@@ -52,9 +53,10 @@ class ShardInfo:
     answer_tokens: int
     written: tuple[str, ...]
     dropped: Counter[str]
+    cut: int
 
     def record(self, file: str) -> dict[str, Any]:
-        counts = {name: getattr(self, name) for name in ("conversations", "tokens", "answer_tokens")}
+        counts = {name: getattr(self, name) for name in ("conversations", "tokens", "answer_tokens", "cut")}
         return {"file": file, "part": self.part, **counts, "dropped": dict(sorted(self.dropped.items()))}
 
 
@@ -82,6 +84,7 @@ def write_shard(path: Path, part: Part, harvest: Harvest) -> ShardInfo:
         "answer_tokens": int(tensors["loss_mask"].sum()),
         "prompts": harvest.written,
         "dropped": harvest.dropped,
+        "cut": harvest.cut,
     }
     # One entry: several would come in another order every time, and a shard should have the same bytes.
     metadata = {"shard": json.dumps(facts, ensure_ascii=False, sort_keys=True)}
@@ -101,7 +104,11 @@ def read_shard(path: Path) -> ShardInfo | None:
             facts = json.loads((file.metadata() or {})["shard"])
         counts = {name: int(facts[name]) for name in ("conversations", "tokens", "answer_tokens")}
         return ShardInfo(
-            part=facts["part"], written=tuple(facts["prompts"]), dropped=Counter(facts["dropped"]), **counts
+            part=facts["part"],
+            written=tuple(facts["prompts"]),
+            dropped=Counter(facts["dropped"]),
+            cut=int(facts.get("cut", 0)),  # older shards do not say
+            **counts,
         )
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return None

@@ -130,8 +130,11 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
     scheme = schemes.find(folder, config)
     if scheme is None:
         return None
-    if not any(folder.glob("*.safetensors")):
-        raise EagleError(f"{folder}: a quantised model without safetensors", hint="download the model again")
+    if other := [path.name for path in weights.model_files(folder) if path.suffix != ".safetensors"]:
+        raise EagleError(
+            f"{folder}: the weights of a quantised model are expected in safetensors, found {other[0]}",
+            hint="download the model again, with its *.safetensors",
+        )
     layers = dict(_layers(folder))
     if not layers:
         raise EagleError(

@@ -5,7 +5,7 @@ Everything that can be wrong with a head is found here, before anything is trace
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,11 +15,10 @@ from eagle_export import weights
 from eagle_export.head_settings import UNSAID, HeadSettings
 from eagle_export.heads import names, safeai
 from eagle_export.heads.detect import DIALECTS, detect_dialect
-from eagle_export.heads.spec import Config, HeadSpec, TargetSizes, Tensors, expected_shapes
+from eagle_export.heads.spec import Config, HeadSpec, TargetSizes, Tensors, expected_shapes, raw_last
 from eagle_export.stored import all_finite, marked
 from eagle_run.errors import EagleError, first_line
 
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -48,12 +47,14 @@ def load_head(folder: Path, target: TargetSizes, said: HeadSettings = UNSAID) ->
     """
     folder = Path(folder)
     config = _read_config(folder)
-    tensors = names.canonical(_read_weights(folder))
+    tensors = names.canonical(
+        {name: tensor for path in weights.model_files(folder) for name, tensor in _read_file(path).items()}
+    )
     spec, tensors = DIALECTS[detect_dialect(config, tensors)](config, tensors, target)
     offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    spec = said.apply(spec)
+    spec = said.apply(_in_our_numbers(spec, target.layers))
     _check_target(spec, target)
-    _check_layers(spec, target, tensors, chosen=said.layer_ids is not None)
+    _check_layers(spec, target, tensors)
     _check_tensors(spec, tensors)
     draft_to_target = _vocabulary_map(spec, offsets, mask)
     return LoadedHead(folder, spec, tensors, draft_to_target, said)
@@ -68,36 +69,6 @@ def _read_config(folder: Path) -> Config:
     return weights.read_json(path)
 
 
-def _read_weights(folder: Path) -> Tensors:
-    for name in WEIGHT_FILES:
-        if (folder / name).is_file():
-            return _read_file(folder / name)
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            return _read_shards(index)
-    raise EagleError(
-        f"no weights in {folder}: expected {' or '.join(WEIGHT_FILES)}, whole or in shards with an index",
-        hint="download the whole folder of the head",
-    )
-
-
-def _read_shards(index: Path) -> Tensors:
-    weight_map = weights.read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise EagleError(f"{index} has no weight_map")
-    shards = sorted({str(name) for name in weight_map.values()})
-    outside = [name for name in shards if Path(name).name != name]
-    if outside:
-        raise EagleError(f"{index} points outside its folder: {', '.join(outside)}")
-    tensors: Tensors = {}
-    for name in shards:
-        tensors |= _read_file(index.parent / name)
-    absent = set(weight_map) - set(tensors)
-    if absent:
-        raise safeai.missing(absent, f"named in {index.name}")
-    return tensors
-
-
 def _read_file(path: Path) -> Tensors:
     from safetensors.torch import load_file
 
@@ -105,16 +76,25 @@ def _read_file(path: Path) -> Tensors:
         if path.suffix == ".safetensors":
             return marked(load_file(path), path)
         loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise EagleError(f"{path} is missing", hint="download the whole folder of the head") from None
     except Exception as error:  # both libraries raise whatever their parsers run into
         raise EagleError(
             f"{path} is damaged or not what its name says: {first_line(error)}",
             hint="download the head again; it may have been cut short",
         ) from error
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
-        raise EagleError(f"{path} does not hold a plain table of tensors")
+        raise EagleError(
+            f"{path} does not hold a plain table of tensors, but {_kind_of(loaded)}",
+            hint="save the head's state_dict alone, best as model.safetensors",
+        )
     return {str(name): tensor for name, tensor in loaded.items()}
+
+
+def _kind_of(loaded: object) -> str:
+    """What a file holds that is no table of tensors, in words."""
+    if not isinstance(loaded, dict):
+        return f"a {type(loaded).__name__}"
+    name, value = next((name, value) for name, value in loaded.items() if not isinstance(value, Tensor))
+    return f"{name} is a {type(value).__name__}"
 
 
 def _check_target(spec: HeadSpec, target: TargetSizes) -> None:
@@ -133,46 +113,48 @@ def _check_target(spec: HeadSpec, target: TargetSizes) -> None:
     if spec.draft_vocab_size > spec.vocab_size:
         raise EagleError(
             f"config.json of the head: draft_vocab_size {spec.draft_vocab_size} exceeds vocab_size "
-            f"{spec.vocab_size}"
+            f"{spec.vocab_size}",
+            hint=safeai.CORRECT,
         )
     if not spec.own_embedding and spec.hidden_size != target.hidden_size:
         reason = f"the draft is {spec.hidden_size} wide, so the target's embedding does not fit"
         raise safeai.missing(["embed_tokens.weight"], reason)
 
 
-def _check_layers(spec: HeadSpec, target: TargetSizes, tensors: Tensors, *, chosen: bool) -> None:
+def _in_our_numbers(spec: HeadSpec, layers: int) -> HeadSpec:
+    """Of what a checkpoint says: in all of its numberings, id L is the last layer without the final norm."""
+    if not spec.has_fuse:
+        return spec
+    ids = tuple(i + (i >= layers) for i in spec.feature_layers)
+    return replace(spec, feature_layers=ids)
+
+
+def _check_layers(spec: HeadSpec, target: TargetSizes, tensors: Tensors) -> None:
     ids, layers = spec.feature_layers, target.layers
     if spec.algorithm == "eagle1" or not spec.has_fc:
         if ids != (layers,):
             kind = "an EAGLE-1 head" if spec.algorithm == "eagle1" else "a head without fc"
             raise EagleError(
                 f"layer ids {list(ids)} for {kind}: it takes the last hidden state only, [{layers}]",
-                hint="leave out --layer-ids",
+                hint="leave out --head-layer-ids, or layer_ids in the recipe",
             )
         return
-    # Only a person can mean id L, the last layer after the final norm: in every numbering that a checkpoint
-    # uses, that id is the last layer without the norm, and Transformers' hidden_states do not hold it.
-    last = layers if chosen else layers - 1
+    last = raw_last(layers)
     if list(ids) != sorted(set(ids)) or not all(0 <= i <= last for i in ids):
         raise EagleError(
             f"layer ids {list(ids)} do not fit a target of {layers} layers: ascending numbers from 0 to "
-            f"{last} are expected{_raw_last(ids, layers)}",
-            hint="where the head names none they are 2, L//2 and L-3; name others with --layer-ids, as "
-            "indices into Transformers' hidden_states",
+            f"{last} are expected, where {layers} is the output of the final norm and {last} what that norm "
+            "reads",
+            hint="where the head names none they are 2, L//2 and L-3; `eagle-export build` takes others with "
+            "--head-layer-ids, as indices into Transformers' hidden_states",
         )
     width = tensors["fc.weight"].shape[-1] if "fc.weight" in tensors else spec.feature_width
     if width != spec.feature_width:
         raise EagleError(
             f"fc.weight of the head takes {width} features, which is not {len(ids)} layers {list(ids)} of "
             f"hidden size {target.hidden_size} ({spec.feature_width})",
-            hint="name the layers with --layer-ids, or use the head of this target",
+            hint="use the head of this target; `eagle-export build` takes other layers with --head-layer-ids",
         )
-
-
-def _raw_last(ids: tuple[int, ...], layers: int) -> str:
-    if not ids or ids[-1] != layers:
-        return ""
-    return f"; {layers} is the output of the last layer without the final norm, which no graph gives"
 
 
 def _check_tensors(spec: HeadSpec, tensors: Tensors) -> None:
@@ -202,7 +184,10 @@ def _check_tensors(spec: HeadSpec, tensors: Tensors) -> None:
                 hint="use the checkpoint that is not quantised",
             )
         if not all_finite(tensor):
-            raise EagleError(f"{name} of the head holds values that are not finite numbers")
+            raise EagleError(
+                f"{name} of the head holds values that are not finite numbers",
+                hint="download the head again; if it is the same, its training failed",
+            )
 
 
 def _vocabulary_map(spec: HeadSpec, offsets: Tensor | None, mask: Tensor | None) -> Tensor:
@@ -216,7 +201,8 @@ def _vocabulary_map(spec: HeadSpec, offsets: Tensor | None, mask: Tensor | None)
     if offsets.dtype.is_floating_point or offsets.dtype == torch.bool or tuple(offsets.shape) != (size,):
         raise EagleError(
             f"d2t of the head is {str(offsets.dtype).removeprefix('torch.')}{list(offsets.shape)}; "
-            f"whole numbers [{size}] are expected"
+            f"whole numbers [{size}] are expected",
+            hint="d2t holds one offset (target id minus draft id) for each row of lm_head",
         )
     ids = own + offsets.long()
     if int(ids.min()) < 0 or int(ids.max()) >= vocab:
@@ -226,7 +212,19 @@ def _vocabulary_map(spec: HeadSpec, offsets: Tensor | None, mask: Tensor | None)
             hint="d2t must hold offsets (target id minus draft id)",
         )
     if ids.unique().numel() != size:
-        raise EagleError("d2t of the head maps several draft ids to one target id")
+        twice = ids.unique(return_counts=True)
+        repeated = twice[0][twice[1] > 1]
+        raise EagleError(
+            f"d2t of the head maps several draft ids to one target id ({len(repeated)} target ids have more "
+            f"than one, the first is {int(repeated[0])})",
+            hint="d2t must hold offsets (target id minus draft id)",
+        )
+    if mask is None and 1 < size < vocab and offsets.unique().numel() == size:
+        raise EagleError(  # thousands of offsets repeat, in whatever order the ids are
+            f"d2t of the head holds {size} different numbers, as target ids would be, and there is no t2d to "
+            "tell; offsets are expected, which repeat",
+            hint="if they are ids, store d2t as target id minus draft id",
+        )
     if mask is not None and size < vocab:
         marked = mask.nonzero().flatten() if tuple(mask.shape) == (vocab,) else mask.new_empty(0)
         if not torch.equal(marked, ids.sort().values):

@@ -32,6 +32,8 @@ ROPE_TYPES = {  # with the numbers that each one needs
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
+CORRECT = "correct the head's config.json, or download the head again"  # hint where a value makes no sense
+_FULL = "only heads whose attention sees every token can be exported"
 _MOST = 1e18  # of any number in a config.json: beyond it, floats and tensors run out
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
@@ -83,7 +85,8 @@ def base_spec(config: Config, tensors: Tensors, target: TargetSizes, *, dialect:
     if heads % spec.kv_heads:
         raise EagleError(
             f"config.json of the head: num_attention_heads {heads} is not a multiple of "
-            f"num_key_value_heads {spec.kv_heads}"
+            f"num_key_value_heads {spec.kv_heads}",
+            hint=CORRECT,
         )
     for flag in ("qkv_bias", "attention_bias"):
         if config.get(flag) and not spec.qkv_bias:
@@ -122,7 +125,9 @@ def integer(config: Config, key: str, default: int | None = None) -> int:
     value = default if value is None else value
     if not isinstance(value, int) or not _positive(value):
         found = "nothing" if key not in config else repr(config[key])
-        raise EagleError(f"config.json of the head: {key} must be a positive whole number, found {found}")
+        raise EagleError(
+            f"config.json of the head: {key} must be a positive whole number, found {found}", hint=CORRECT
+        )
     return value
 
 
@@ -131,7 +136,9 @@ def number(config: Config, key: str, default: float) -> float:
     value = config.get(key)
     value = default if value is None else value
     if not _positive(value):
-        raise EagleError(f"config.json of the head: {key} must be a positive number, found {config[key]!r}")
+        raise EagleError(
+            f"config.json of the head: {key} must be a positive number, found {config[key]!r}", hint=CORRECT
+        )
     return float(value)
 
 
@@ -144,6 +151,7 @@ def activation(config: Config) -> str:
     if act not in ACTIVATIONS:
         raise EagleError(
             f"config.json of the head: hidden_act {act!r} is not one of {', '.join(ACTIVATIONS)}",
+            hint="use a head with one of them; what it was trained with cannot be changed",
         )
     return str(act)
 
@@ -152,13 +160,20 @@ def rope(config: Config) -> tuple[float, dict[str, Any]]:
     """RoPE base and scaling (empty = none), from the old keys or from Transformers 5's `rope_parameters`."""
     old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
     if not isinstance(old, dict) or not isinstance(new, dict):
-        raise EagleError("config.json of the head: rope_scaling and rope_parameters must be objects")
+        odd = old if not isinstance(old, dict) else new
+        raise EagleError(
+            f"config.json of the head: rope_scaling and rope_parameters must be objects, found {odd!r}",
+            hint=CORRECT,
+        )
     scaling = {**old, **new}
     kind = scaling.pop("rope_type", scaling.pop("type", "default"))
     scaling.pop("type", None)
     theta = number({"rope_theta": scaling.pop("rope_theta", config.get("rope_theta"))}, "rope_theta", 10000.0)
-    if scaling.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise EagleError("config.json of the head: partial_rotary_factor other than 1 is not supported")
+    if (part := scaling.pop("partial_rotary_factor", 1.0)) != 1.0:
+        raise EagleError(
+            f"config.json of the head: partial_rotary_factor must be 1, found {part!r}",
+            hint="use a head that rotates all of its channels, as EAGLE-3 heads do",
+        )
     if kind in (None, "default"):
         return theta, {}
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
@@ -171,11 +186,15 @@ def rope(config: Config) -> tuple[float, dict[str, Any]]:
         if not _positive(scaling.get(key)):
             raise EagleError(
                 f"config.json of the head: RoPE type {kind!r} needs a number {key}, found "
-                f"{repr(scaling[key]) if key in scaling else 'none'}"
+                f"{repr(scaling[key]) if key in scaling else 'none'}",
+                hint=CORRECT,
             )
     for key, value in scaling.items():
         if value is not None and value != 0 and not isinstance(value, bool) and not _positive(value):
-            raise EagleError(f"config.json of the head: {key} of RoPE must be a number, found {value!r}")
+            raise EagleError(
+                f"config.json of the head: {key} of RoPE must be a positive number, found {value!r}",
+                hint=CORRECT,
+            )
     return theta, {"rope_type": kind, **scaling}
 
 
@@ -215,9 +234,18 @@ def refuse_windows_and_biases(config: Config) -> None:
             )
     kinds = config.get("layer_types") or []
     if not isinstance(kinds, list):
-        raise EagleError(f"config.json of the head: layer_types must be a list, found {kinds!r}")
+        raise EagleError(
+            f"config.json of the head: layer_types must be a list, found {kinds!r}", hint=CORRECT
+        )
     other = sorted({repr(kind) for kind in kinds} - {"'full_attention'"})
     if other:
-        raise EagleError(f"config.json of the head: layer_types {', '.join(other)} not supported")
+        raise EagleError(
+            f"config.json of the head: layer_types {', '.join(other)} not supported, expected "
+            "'full_attention'",
+            hint=_FULL,
+        )
     if config.get("mlp_bias"):
-        raise EagleError("config.json of the head: mlp_bias: true is not supported")
+        raise EagleError(
+            "config.json of the head: mlp_bias: true is not supported, expected false",
+            hint="use a head whose feed-forward block has no biases, as EAGLE's have none",
+        )

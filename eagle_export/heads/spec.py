@@ -2,7 +2,8 @@
 
 Layer ids have ONE convention here: `feature_layers` are indices into the `hidden_states` that Transformers
 returns. 0 is the embedding, i is the raw output of the i-th layer (no final norm), and `layers` of the target
-is the output of its last layer *after* the final norm.
+is the output of its last layer *after* the final norm. `layers + 1` is that output *before* the final norm,
+which Transformers does not return.
 """
 
 from __future__ import annotations
@@ -95,6 +96,11 @@ Dialect = Callable[[Config, Tensors, TargetSizes], tuple[HeadSpec, Tensors]]
 def default_feature_layers(layers: int) -> tuple[int, int, int]:
     """The three layers that EAGLE-3 taps when a checkpoint names none: inputs of layers 2, L//2, L-3."""
     return (2, layers // 2, layers - 3)
+
+
+def raw_last(layers: int) -> int:
+    """The id of the last layer's output in front of the target's final norm."""
+    return layers + 1
 
 
 def expected_shapes(spec: HeadSpec) -> dict[str, tuple[int, ...]]:

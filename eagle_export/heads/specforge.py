@@ -50,7 +50,8 @@ def flagged(config: Config, tensors: Tensors, target: TargetSizes, *, dialect: s
             if flags[flag]:
                 raise EagleError(
                     f"config.json of the head sets {flag}, a norm in front of fc, but use_aux_hidden_state: "
-                    "false, which means that there is no fc"
+                    "false, which means that there is no fc",
+                    hint=safeai.CORRECT,
                 )
         # One feature, the last hidden state after the final norm; ids that stand there too mean nothing.
         changes |= {"has_fc": False, "feature_layers": (target.layers,)}
@@ -65,7 +66,8 @@ def flagged(config: Config, tensors: Tensors, target: TargetSizes, *, dialect: s
 def refuse_both_norms(flags: dict[str, bool]) -> None:
     if flags["norm_before_fc"] and flags["fc_norm"]:
         raise EagleError(
-            "config.json of the head sets both norm_before_fc and fc_norm; a head has one of them"
+            "config.json of the head sets both norm_before_fc and fc_norm; a head has one of them",
+            hint="remove the one whose norms (input_norm, fc_norm.0) are not among the weights",
         )
 
 
@@ -74,7 +76,9 @@ def switch(config: Config, key: str, *, default: bool = False) -> bool:
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, bool):
-        raise EagleError(f"config.json of the head: {key} must be true or false, found {value!r}")
+        raise EagleError(
+            f"config.json of the head: {key} must be true or false, found {value!r}", hint=safeai.CORRECT
+        )
     return value
 
 
@@ -104,7 +108,10 @@ def feature_layers(config: Config, nested: Config) -> tuple[int, ...] | None:
     if ids is None:
         return None
     if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
-        raise EagleError(f"config.json of the head: {IDS} must be a list of layer numbers, found {ids!r}")
+        raise EagleError(
+            f"config.json of the head: {IDS} must be a list of layer numbers, found {ids!r}",
+            hint=safeai.CORRECT,
+        )
     shift = 1 if top is None and min(ids) < 2 else 0
     return tuple(i + shift for i in ids)
 
@@ -113,7 +120,9 @@ def _nested(config: Config) -> dict[str, Any]:
     """`eagle_config`, without anything in it that asks for another graph."""
     nested = config.get("eagle_config") or {}
     if not isinstance(nested, dict):
-        raise EagleError("config.json of the head: eagle_config must be an object")
+        raise EagleError(
+            f"config.json of the head: eagle_config must be an object, found {nested!r}", hint=safeai.CORRECT
+        )
     safeai.refuse_unknown(nested, NESTED | _NESTED_HARMLESS)
     for key, value in _FIXED.items():
         if switch(nested, key, default=value) is not value:

@@ -47,7 +47,10 @@ def algorithm(config: Config) -> str:
     """What the speculator is, as speculators calls it."""
     inner = config.get("speculators_config") or {}
     if not isinstance(inner, dict):
-        raise EagleError("config.json of the head: speculators_config must be an object")
+        raise EagleError(
+            f"config.json of the head: speculators_config must be an object, found {inner!r}",
+            hint=safeai.CORRECT,
+        )
     return str(config.get("speculators_model_type") or inner.get("algorithm") or "nameless")
 
 
@@ -94,6 +97,9 @@ def _read_eagle1(
         )
     kind = config.get("transformer_layer_architecture") or "LlamaDecoderLayer"
     if kind != "LlamaDecoderLayer":
-        raise EagleError(f"config.json of the head: a draft of {kind!r} is not supported")
+        raise EagleError(
+            f"config.json of the head: a draft of {kind!r} is not supported, expected LlamaDecoderLayer",
+            hint="use an EAGLE head of this target whose draft is a Llama layer",
+        )
     renamed = {_RENAMED.sub(lambda found: _EAGLE1[found[0]], name): t for name, t in tensors.items()}
     return safeai.base_spec(layer, renamed, target, dialect="speculators"), renamed

@@ -40,7 +40,12 @@ def write_head(
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if found != shapes:
         wrong = sorted(name for name in found.keys() | shapes.keys() if found.get(name) != shapes.get(name))
-        raise EagleError(f"the head's tensors do not fit its spec: {', '.join(wrong)}")
+        first = wrong[0]
+        raise EagleError(
+            f"the head's tensors do not fit its spec: {', '.join(wrong)} ({first}: found "
+            f"{found.get(first, 'none')}, expected {shapes.get(first, 'none')})",
+            hint="write exactly the tensors of heads.spec.expected_shapes(spec)",
+        )
     stored = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
     broken = sorted(name for name, tensor in stored.items() if not torch.isfinite(tensor).all())
     if broken:

@@ -65,8 +65,9 @@ def _weight(tensor: Tensor) -> Weight:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The safetensors files that Transformers reads, which must be whole; none where only others are."""
-    if not any((folder / f"model.safetensors{end}").is_file() for end in ("", ".index.json")):
+    """The safetensors files of the model, which must be whole; none where it is in torch's .bin files."""
+    files = weights.model_files(folder)
+    if any(path.suffix != ".safetensors" for path in files):
         return []
     weights.check_folder(folder)
-    return weights.model_files(folder)
+    return files

@@ -8,8 +8,8 @@ replaced by the operators of `graphs.ops` (see `native`), as `families` says for
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from eagle_export import weights
 from eagle_export.graphs import ops
+from eagle_export.heads.spec import raw_last
 from eagle_export.models.families import NO_TEXT, TEXT_KEYS, Span, family_of, layer_spans, text_part
 from eagle_export.models.native import replaced
 from eagle_run.errors import EagleError, first_line
@@ -61,6 +63,7 @@ def load_target(folder: Path, dtype: torch.dtype) -> Any:
 
     from eagle_export.fp8.checkpoint import read_checkpoint
 
+    weights.model_files(folder)  # says better than Transformers which file is not there
     given = read_checkpoint(folder)
     if given is not None:
         found = given.weights(dtype)
@@ -133,22 +136,26 @@ class TargetModule(nn.Module):
     """A Transformers causal LM with exactly the inputs and outputs of the target graph.
 
     `feature_layers` are indices into Transformers' `hidden_states`, ascending: i is the residual stream
-    before layer i, and L (the number of layers) the output of the final norm.
+    before layer i, and L (the number of layers) the output of the final norm; L + 1 is what that norm reads.
+    `max_seq_len`: no sequence is longer, which makes longer windows needless; None where that is not known.
 
     Use `model.eval()` models; the wrapped model is not changed and can be used by others in between, but not
     by another thread while a forward runs here.
     """
 
-    def __init__(self, model: Any, feature_layers: Sequence[int]) -> None:
+    def __init__(self, model: Any, feature_layers: Sequence[int], max_seq_len: int | None = None) -> None:
         super().__init__()
         self.model = model
         self.dims = target_dims(model.config)
         self.feature_layers = tuple(feature_layers)
-        bad = [i for i in self.feature_layers if not 0 <= i <= self.dims.layers]
+        self._longest = max_seq_len
+        last = raw_last(self.dims.layers)
+        bad = [i for i in self.feature_layers if not 0 <= i <= last]
         if bad or list(self.feature_layers) != sorted(set(self.feature_layers)) or not self.feature_layers:
             raise EagleError(
                 f"feature layers {list(self.feature_layers)} do not fit a target with {self.dims.layers} "
-                f"layers: expected ascending indices from 0 to {self.dims.layers}"
+                f"layers: expected ascending indices from 0 to {last}",
+                hint="`eagle-export build` takes others with --head-layer-ids",
             )
         self._one_mask = family_of(model.config).masks == "one"
         self._spans = layer_spans(model.config)
@@ -174,7 +181,7 @@ class TargetModule(nn.Module):
         mode those are the tensors of `past`, written in place.
         """
         cache = _Rows(past, write_index)
-        with native_operators(self.model):
+        with native_operators(self.model), residual_streams(self.model) as streams:
             out = self.model.model(
                 input_ids=input_ids,
                 attention_mask=self._masks(tree_mask, position_ids, write_index, rows=past[0].shape[2]),
@@ -183,7 +190,8 @@ class TargetModule(nn.Module):
                 output_hidden_states=True,
                 **{self._cache_argument: cache},
             )
-            features = torch.cat([out.hidden_states[i] for i in self.feature_layers], dim=-1)  # [B, T, n * H]
+            states = streams(out)
+            features = torch.cat([states[i] for i in self.feature_layers], dim=-1)  # [B, T, n * H]
             rows = ops.gather_rows(out.last_hidden_state, logits_index)  # [B, R, H]
             logits = self.model.get_output_embeddings()(rows)  # [B, R, V]
             if self._cap is not None:
@@ -193,12 +201,14 @@ class TargetModule(nn.Module):
     def _masks(self, tree_mask: Tensor, position_ids: Tensor, write_index: Tensor, *, rows: int) -> Any:
         """The mask of all layers, or one by layer type, as the family's forward takes it.
 
-        A window or chunk as long as the cache (of `rows` rows) hides nothing, and costs nothing.
+        A window or chunk as long as the cache (of `rows` rows) or as the longest sequence hides nothing, and
+        costs nothing. (A row at a position behind the longest sequence is of a draft that will be cut off.)
         """
+        reach = rows if self._longest is None else min(rows, self._longest)
         masks = {}
         for kind, span in self._spans.items():
             masks[kind] = tree_mask
-            if span is not None and span.size < rows:
+            if span is not None and span.size < reach:
                 masks[kind] = _narrowed(tree_mask, position_ids, write_index, span)
         return next(iter(masks.values())) if self._one_mask else masks
 
@@ -226,6 +236,21 @@ def _narrowed(tree_mask: Tensor, position_ids: Tensor, write_index: Tensor, span
         tree_mask[:, :, :count] == 0, position_ids, write_index[:, 0], span.kind, span.size
     )
     return ops.attention_bias(seen, tree_mask.shape[2] // count, dtype)
+
+
+@contextmanager
+def residual_streams(model: Any) -> Iterator[Callable[[Any], Sequence[Tensor]]]:
+    """While this lasts, what is yielded makes of a forward's output the states that a head can read.
+
+    [B, T, H] each: Transformers' hidden_states, the last of which is after the final norm, and behind them
+    what that norm read.
+    """
+    raw: list[Tensor] = []
+    hook = model.model.norm.register_forward_pre_hook(lambda _, inputs: raw.append(inputs[0]))
+    try:
+        yield lambda out: (*out.hidden_states, raw[-1])
+    finally:
+        hook.remove()
 
 
 def native_operators(model: Any) -> AbstractContextManager[None]:

@@ -2,8 +2,9 @@
 
 At unrolled step i the row that started at s sees the keys of step 0 up to s, and of the steps 1..i only its
 own: O(T²) + O(K·T) (EAGLE-3, arXiv 2503.01840, section 3.2). Both parts are one softmax. Its first part is a
-causal attention whose log-sum-exp is known, so the second can be merged into it afterwards, and the gradient
-of the first is what the same kernel gives for the merged output and log-sum-exp.
+causal attention whose log-sum-exp is known, so the second can be merged into it afterwards. On a CPU the
+gradient of the first is what the same kernel gives for the merged output and log-sum-exp; elsewhere scores
+are made for some rows at a time, and made again for the gradient.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+_CHUNK = 256  # rows of each sequence whose scores exist together
 
 
 class UnrolledAttention:
@@ -39,33 +43,43 @@ class UnrolledAttention:
         self.own_keys.append(k[0].transpose(0, 1))  # [N, Hq, Dh]
         self.own_values.append(v[0].transpose(0, 1))
         own_k, own_v = torch.stack(self.own_keys), torch.stack(self.own_values)  # [i, N, Hq, Dh]
-        merged = _Merged.apply if q.device.type == "cpu" else merged_plain
+        merged = _Merged.apply if q.device.type == "cpu" else merged_by_chunks
         out = merged(q[0].transpose(0, 1), self.keys, self.values, own_k, own_v, self.rows, self.scale)
         return out.transpose(0, 1)[None]  # [1, Hq, N, Dh]
 
 
-def merged_plain(  # noqa: PLR0917  (as autograd functions are called)
+def merged_by_chunks(  # noqa: PLR0917  (as autograd functions are called)
     q: Tensor, keys: Tensor, values: Tensor, own_k: Tensor, own_v: Tensor, rows: Tensor, scale: float
 ) -> Tensor:
     """q [N, Hq, Dh] over keys [B, Hq, T, Dh] up to its row, and over own_k [i, N, Hq, Dh] -> [N, Hq, Dh].
 
-    The obvious way, with all scores in memory; differentiable by itself, on any device.
+    Differentiable on any device; [B, Hq, _CHUNK, T] scores at a time, in the gradient too.
     """
     grid = _to_grid(q, keys, rows)  # [B, Hq, T, Dh]
-    length = keys.shape[2]
-    hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-    scores = (grid @ keys.transpose(-1, -2)).float() * scale  # [B, Hq, T, T]
-    scores = scores.masked_fill(hidden, -torch.inf)
-    lse = _from_grid(scores.logsumexp(-1, keepdim=True), rows)[..., 0]  # [N, Hq]
-    first = _from_grid(scores.softmax(-1).to(values.dtype) @ values, rows)  # [N, Hq, Dh]
+    parts = []
+    for begin in range(0, keys.shape[2], _CHUNK):
+        seen = slice(begin + _CHUNK)
+        inputs = grid[:, :, begin : begin + _CHUNK], keys[:, :, seen], values[:, :, seen]
+        parts.append(checkpoint(_causal, *inputs, scale, use_reentrant=False, preserve_rng_state=False))
+    out_grid, lse_grid = (torch.cat(pieces, dim=2) for pieces in zip(*parts, strict=True))
+    first, lse = _from_grid(out_grid, rows), _from_grid(lse_grid[..., None], rows)[..., 0]  # lse [N, Hq]
     own = (q * own_k).float().sum(-1) * scale  # [i, N, Hq]
     share = torch.cat((lse[None], own)).softmax(0)  # [1 + i, N, Hq]
     out = share[0, ..., None] * first + (share[1:, ..., None] * own_v).sum(0)
     return out.to(q.dtype)
 
 
+def _causal(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The last t of T rows: q [B, Hq, t, Dh], keys and values [B, Hq, T, Dh] -> q's shape; lse [B, Hq, t]."""
+    count, length = q.shape[2], keys.shape[2]
+    hidden = torch.ones(count, length, dtype=torch.bool, device=q.device).triu(1 + length - count)
+    scores = (q @ keys.transpose(-1, -2)).float() * scale  # [B, Hq, t, T]
+    scores = scores.masked_fill(hidden, -torch.inf)
+    return scores.softmax(-1).to(values.dtype) @ values, scores.logsumexp(-1)
+
+
 class _Merged(torch.autograd.Function):
-    """`merged_plain` with the fused kernel of a CPU, which keeps no scores and skips what is masked."""
+    """`merged_by_chunks` with the fused kernel of a CPU, which keeps no scores and skips what is masked."""
 
     @staticmethod
     def forward(  # noqa: PLR0917

@@ -2,14 +2,17 @@
 
 Logits are not kept: the last hidden state after the final norm has all that they hold in a hundredth of the
 room. A cache is a folder with one file per shard, named by a hash of everything that decides its content, so
-data that grows costs only what is new, and no file can be taken for another.
+data that grows costs only what is new, and no file can be taken for another. A file says in its metadata
+which layers it has and of what, so it also serves heads that read fewer of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -86,13 +89,17 @@ class OnTheFly:
 
 
 class Cached:
-    """Batches from the files of a cache, which `fill` has made."""
+    """Batches from the files of a cache, which `fill` has made. layers: which of theirs are read."""
 
-    def __init__(self, samples: Samples, files: Sequence[Path], max_length: int) -> None:
+    def __init__(
+        self, samples: Samples, files: Sequence[Path], layers: tuple[int, ...], max_length: int
+    ) -> None:
         from safetensors import safe_open
 
-        self.samples, self.max_length = samples, max_length
+        self.samples, self.layers, self.max_length = samples, layers, max_length
         self._files = [safe_open(path, framework="pt") for path in files]
+        # Files that do not say their layers are of a time when they had to be the very ones.
+        self._stored = [_said(file).layers or layers for file in self._files]
 
     def batch(self, numbers: Sequence[int], device: torch.device) -> Batch:
         tokens, answers = _side_by_side(self.samples, numbers, self.max_length)
@@ -109,26 +116,66 @@ class Cached:
     def _part(self, number: int, name: str) -> Tensor:
         shard, at = self.samples.where(number)
         offsets = self.samples.shards[shard].offsets
-        first, last = int(offsets[at]), int(offsets[at + 1])
-        return self._files[shard].get_slice(name)[first : min(last, first + self.max_length)]
+        rows = slice(int(offsets[at]), min(int(offsets[at + 1]), int(offsets[at]) + self.max_length))
+        whole, stored = self._files[shard].get_slice(name), self._stored[shard]
+        if name != "features" or stored == self.layers:
+            return whole[rows]
+        width = whole.get_shape()[1] // len(stored)
+        places = [stored.index(layer) * width for layer in self.layers]
+        return torch.cat([whole[rows, place : place + width] for place in places], -1)
 
 
-def cache_file(
-    folder: Path, shard: Shard, target_sha256: str, target: TargetFeatures, *, max_length: int
-) -> Path:
-    """Where the features of a shard are kept, which are those of the first `max_length` tokens of each."""
+@dataclass(frozen=True)
+class _Said:
+    """What a file says of its features: their layers, and a hash of all else that decides them."""
+
+    layers: tuple[int, ...] = ()
+    content: str = ""
+
+
+def _said(file: Any) -> _Said:
+    facts = file.metadata() or {}
+    layers = tuple(int(layer) for layer in facts.get("layers", "").split(",") if layer)
+    return _Said(layers, facts.get("content", ""))
+
+
+def _name(shard: Shard, target_sha256: str, target: TargetFeatures, layers: str, max_length: int) -> str:
+    """A hash of all that decides the features of a shard."""
     computed = str(getattr(target.model, "dtype", ""))
-    said = f"{_VERSION} {target_sha256} {target.layers} {target.dtype} {computed} {shard.sha256}"
+    said = f"{_VERSION} {target_sha256} {layers} {target.dtype} {computed} {shard.sha256}"
     said += hashlib.sha256(shard.answers.numpy().tobytes()).hexdigest()
     if int(shard.offsets.diff().max()) > max_length:  # what is cut off is not there for a longer run
         said += f" {max_length}"
-    return folder / f"{hashlib.sha256(said.encode()).hexdigest()[:24]}.safetensors"
+    return hashlib.sha256(said.encode()).hexdigest()[:24]
+
+
+def cache_files(
+    folder: Path, samples: Samples, target_sha256: str, target: TargetFeatures, *, max_length: int
+) -> list[Path]:
+    """Where the features of each shard are kept, which are those of the first `max_length` tokens of each.
+
+    A file that is there already, with these layers and more, is taken as it is.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    wider: dict[str, Path] = {}  # by content
+    for path in sorted(folder.glob("*.safetensors")):
+        with suppress(OSError, ValueError, SafetensorError), safe_open(path, framework="pt") as file:
+            said = _said(file)
+            if said.content and set(target.layers) <= set(said.layers):
+                wider[said.content] = path
+    files = []
+    for shard in samples.shards:
+        of = partial(_name, shard, target_sha256, target, max_length=max_length)
+        exact = folder / f"{of(layers=str(target.layers))}.safetensors"
+        files.append(exact if exact.is_file() else wider.get(of(layers="any"), exact))
+    return files
 
 
 def fill(
     folder: Path,
     samples: Samples,
-    files: Sequence[Path],
+    target_sha256: str,
     target: TargetFeatures,
     on_progress: Callable[[float, str], None],
     *,
@@ -138,6 +185,7 @@ def fill(
 
     Raises EagleError where the disk has no room for them.
     """
+    files = cache_files(folder, samples, target_sha256, target, max_length=max_length)
     missing = [(shard, path) for shard, path in zip(samples.shards, files, strict=True) if not path.is_file()]
     if not missing:
         return
@@ -156,7 +204,9 @@ def fill(
         def progress(count: int, name: str = shard.name, before: int = done) -> None:
             on_progress((before + count) / tokens, f"{before + count:,} of {tokens:,} tokens ({name})")
 
-        _write(path, _shard_rows(shard, target, max_length, progress))
+        said = {"layers": ",".join(map(str, target.layers))}
+        said["content"] = _name(shard, target_sha256, target, "any", max_length)
+        _write(path, _shard_rows(shard, target, max_length, progress), said)
         done += len(shard.tokens)
 
 
@@ -184,11 +234,12 @@ def _shard_rows(
     return Rows(features, last, best)
 
 
-def _write(path: Path, rows: Rows) -> None:
+def _write(path: Path, rows: Rows, said: dict[str, str]) -> None:
     from safetensors.torch import save_file
 
+    tensors = {"features": rows.features, "last": rows.last, "best": rows.best}
     with whole_file(path) as temporary:
-        save_file({"features": rows.features, "last": rows.last, "best": rows.best}, temporary)
+        save_file(tensors, temporary, metadata=said)
 
 
 def _side_by_side(samples: Samples, numbers: Sequence[int], max_length: int) -> tuple[Tensor, Tensor]:

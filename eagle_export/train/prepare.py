@@ -16,9 +16,10 @@ from eagle_export.heads.spec import HeadSpec, Tensors
 from eagle_export.models.head import build_head
 from eagle_export.models.target import load_target
 from eagle_export.reference import load_config, load_fitting_head
-from eagle_export.train.features import Cached, OnTheFly, Source, TargetFeatures, cache_file, fill
+from eagle_export.train.features import Cached, OnTheFly, Source, TargetFeatures, cache_files, fill
 from eagle_export.train.init import feature_layers, new_spec, random_weights, weights_from_target
 from eagle_export.train.objective import Objective
+from eagle_export.train.origin import check_origin
 from eagle_export.train.samples import Samples, load_samples
 from eagle_export.train.settings import TrainSettings
 from eagle_export.train.vocab import DraftVocabulary, choose_vocabulary, vocabulary_of
@@ -83,6 +84,13 @@ def prepare(request: TrainRequest, workers: Workers, report: Report) -> Prepared
     start = None
     if request.init not in ("target", "random"):
         start = load_fitting_head(recipes.resolve_head(request.init, found), config)
+        if start.spec.has_fuse and start.spec.feature_layers[-1] >= config.num_hidden_layers:
+            raise UsageError(
+                f"--init {request.init} reads the target's last layer (ids "
+                f"{list(start.spec.feature_layers)}), expected ids below {config.num_hidden_layers}: heads "
+                "that read it are exported, but not trained",
+                hint="begin with --init target or random",
+            )
         settings = _continued(settings, start)
     vocabulary = _vocabulary(samples, settings, config, start)
     spec = start.spec if start else new_spec(config, settings, len(vocabulary.ids))
@@ -91,19 +99,19 @@ def prepare(request: TrainRequest, workers: Workers, report: Report) -> Prepared
     with report.step("loading target"):
         model = load_target(found.folder, dtype).to(workers.device).requires_grad_(False)
     target = TargetFeatures(model, layers)
+    if workers.first:
+        check_origin(samples, target, settings.max_length, report.note)
     if request.on_the_fly:
         source: Source = OnTheFly(samples, target, settings.max_length)
     else:
         folder = request.features_cache or request.out / "features"
-        files = [
-            cache_file(folder, shard, found.sha256, target, max_length=settings.max_length)
-            for shard in samples.shards
-        ]
+        length = settings.max_length
         if workers.first:
             with report.bar("target features") as show:
-                fill(folder, samples, files, target, show, max_length=settings.max_length)
+                fill(folder, samples, found.sha256, target, show, max_length=length)
         workers.wait()
-        source = Cached(samples, files, settings.max_length)
+        files = cache_files(folder, samples, found.sha256, target, max_length=length)
+        source = Cached(samples, files, layers, length)
     objective = _objective(
         model, spec=spec, vocabulary=vocabulary, settings=settings, start=start, init=request.init
     )

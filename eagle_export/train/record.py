@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_export.train.evaluate import Validation
 from eagle_export.train.trainer import Trainer, Update
+from eagle_export.whereabouts import told
 
 if TYPE_CHECKING:
     from eagle_export.train.prepare import Prepared, TrainRequest
@@ -57,7 +58,7 @@ def facts(request: TrainRequest, prepared: Prepared, trainer: Trainer, *, held_o
     checked = [entry for entry in at.history if "validation" in entry]
     best = max(checked, key=lambda entry: entry["validation"]["tokens_per_round"], default=None)
     return {
-        "head": str(request.out),
+        "head": request.out.resolve().name,
         "target": {"name": target.name, "source": target.source, "sha256": target.sha256},
         "data": {
             "sha256": prepared.samples.sha256,
@@ -66,7 +67,7 @@ def facts(request: TrainRequest, prepared: Prepared, trainer: Trainer, *, held_o
             "held_out": held_out,
         },
         "settings": trainer.settings.as_dict(),
-        "init": request.init,
+        "init": told(request.init),
         "feature_layers": list(prepared.spec.feature_layers),
         "draft_vocab": {"size": len(kept.ids), "coverage": kept.coverage},
         "updates": at.update,

@@ -86,8 +86,6 @@ class _Run:
         self.settings = prepared.settings
         lengths = prepared.samples.lengths()
         numbers, held = split(len(lengths), self.settings.validation, self.settings.seed)
-        if not len(numbers):
-            raise UsageError("there are no conversations to train on")
         if not len(held):
             report.note("nothing is held out (that takes 10 conversations): the last head counts as the best")
         self.checks = pack(lengths, held[lengths[held].argsort(stable=True)], self.settings.batch_tokens)

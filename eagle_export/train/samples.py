@@ -1,7 +1,8 @@
 """Training conversations as token ids: shards of safetensors that `eagle-export data` writes, or one .npz.
 
 A shard holds whole conversations: tokens int32 [sum], offsets int64 [n+1], prompt_lengths int32 [n], and
-optionally loss_mask uint8 [sum] where a conversation has several answers. What else is in it does not matter.
+optionally loss_mask uint8 [sum] where a conversation has several answers. Which target wrote them is said in
+data.json, and in an .npz as the text `target_sha256`, if at all. What else is in it does not matter.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,22 @@ from eagle_run.errors import EagleError, UsageError, first_line
 
 _PART = 256  # conversations of an .npz that make one shard
 _ARRAYS = ("tokens", "offsets", "prompt_lengths", "loss_mask")
+_TARGET = "target_sha256"  # in an .npz: a text
 _HINT = "make the data again with `eagle-export data`"
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """Some conversations. answers: bool [sum], true for tokens that the target wrote."""
+    """Some conversations. answers: bool [sum], true for tokens that the target wrote.
+
+    signed: the data says which target that was, and it was compared with the one at hand.
+    """
 
     name: str
     tokens: Tensor
     offsets: Tensor
     answers: Tensor
+    signed: bool = False
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -94,18 +100,19 @@ def load_samples(sources: Sequence[Path], *, vocab_size: int, target_sha256: str
     """Reads data folders and .npz files, in the order given.
 
     Raises UsageError where there is none, EagleError for data that is damaged, of another target
-    (`target_sha256`, where a folder's data.json names one) or outside of the vocabulary.
+    (`target_sha256`, where a folder's data.json or an .npz names one) or outside of the vocabulary.
     """
     shards: list[Shard] = []
     for source in map(Path, sources):
         if source.is_dir():
-            _check_target(source, target_sha256)
+            signed = _signed(source, _folder_target(source), target_sha256)
             paths = sorted(source.glob("[0-9]*.safetensors"))
             if not paths:
                 raise UsageError(f"{source}: no shards (00000.safetensors and so on)", hint=_HINT)
-            shards += [_shard(path.name, _read(path), vocab_size, path) for path in paths]
+            read = [_shard(path.name, _read(path), vocab_size, path) for path in paths]
+            shards += [replace(shard, signed=signed) for shard in read]
         elif source.suffix == ".npz" and source.is_file():
-            shards += list(_parts(source, vocab_size))
+            shards += list(_parts(source, vocab_size, target_sha256))
         else:
             raise UsageError(f"{source}: neither a data folder nor an .npz file", hint=_HINT)
     kept = tuple(shard for shard in shards if len(shard))  # of some all conversations were dropped
@@ -114,7 +121,8 @@ def load_samples(sources: Sequence[Path], *, vocab_size: int, target_sha256: str
     return Samples(kept)
 
 
-def _check_target(folder: Path, expected: str | None) -> None:
+def _folder_target(folder: Path) -> str | None:
+    """The target that a folder's data.json names."""
     where = folder / "data.json"
     try:
         facts = json.loads(where.read_text(encoding="utf-8"))
@@ -123,12 +131,16 @@ def _check_target(folder: Path, expected: str | None) -> None:
     except (OSError, ValueError) as error:
         raise EagleError(f"{where}: not readable as JSON: {error}", hint=_HINT) from None
     target = facts.get("target") if isinstance(facts, dict) else None
-    found = target.get("sha256") if isinstance(target, dict) else None
+    return target.get("sha256") if isinstance(target, dict) else None
+
+
+def _signed(source: Path, found: str | None, expected: str | None) -> bool:
     if expected is not None and found is not None and found != expected:
         raise EagleError(
-            f"{folder} was written by another target: expected sha256 {expected[:12]}…, found {found[:12]}…",
+            f"{source} was written by another target: expected sha256 {expected[:12]}…, found {found[:12]}…",
             hint="a head learns what its own target says; make data with this target",
         )
+    return found is not None
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -140,12 +152,14 @@ def _read(path: Path) -> dict[str, Tensor]:
         raise EagleError(f"{path}: not a whole safetensors file: {error}", hint=_HINT) from None
 
 
-def _parts(path: Path, vocab_size: int) -> Iterator[Shard]:
+def _parts(path: Path, vocab_size: int, target_sha256: str | None) -> Iterator[Shard]:
     try:
         with np.load(path) as file:
             arrays = {name: torch.from_numpy(_widen(file[name])) for name in _ARRAYS if name in file}
+            target = str(file[_TARGET]) if _TARGET in file else None
     except Exception as error:  # whatever NumPy and zipfile run into
         raise EagleError(f"{path}: not readable: {first_line(error)}", hint=_HINT) from None
+    signed = _signed(path, target, target_sha256)
     whole = _shard(path.name, arrays, vocab_size, path)
     for first in range(0, len(whole), _PART):
         last = min(first + _PART, len(whole))
@@ -155,6 +169,7 @@ def _parts(path: Path, vocab_size: int) -> Iterator[Shard]:
             whole.tokens[low:high],
             whole.offsets[first : last + 1] - low,
             whole.answers[low:high],
+            signed,
         )
 
 

@@ -101,7 +101,11 @@ class Trainer:
         return self.progress.update >= self.total
 
     def update(self) -> Update:
-        """One update of the weights."""
+        """One update of the weights.
+
+        Its loss is the mean over all rows of its batches, those of other workers included, however they are
+        spread over batches. How many there are is known at the end, so gradients are scaled then.
+        """
         began, at, settings = time.perf_counter(), self.progress, self.settings
         lr = learning_rate(at.update, self.total, settings)
         for group in self.optimizer.param_groups:
@@ -115,21 +119,25 @@ class Trainer:
             with self.workers.no_sync(self._wrapped, last=last):
                 with self._narrow():
                     outcome = self._wrapped(batch, self._noise(at.update * settings.accumulate + part))
-                (outcome.loss / settings.accumulate).backward()
-            sums[0] += outcome.loss.detach() / settings.accumulate
+                loss = outcome.loss * outcome.rows[0]
+                loss.backward()
+            sums[0] += loss.detach()
             sums[1:-1] += torch.cat((outcome.hits, outcome.rows)).float()
+        sums = self.workers.total(sums)
+        hits, rows = sums[1:-1].view(2, -1)
+        count = rows[0].clamp(min=1)
+        grads = [p.grad for p in self._weights if p.grad is not None]
+        torch._foreach_mul_(grads, self.workers.count / count)  # their mean over workers was taken
         torch.nn.utils.clip_grad_norm_(self._weights, settings.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._follow()
-        sums = self.workers.total(sums)
-        loss, tokens = float(sums[0]) / self.workers.count, int(sums[-1])
-        hits, rows = sums[1:-1].view(2, -1)
+        mean, tokens = float(sums[0] / count), int(sums[-1])
         at.update += 1
         at.tokens += tokens
         acceptance = tuple((hits / rows.clamp(min=1)).tolist())
         seconds = time.perf_counter() - began
-        return Update(at.update, loss, acceptance, int(rows[0]), tokens, seconds, lr)
+        return Update(at.update, mean, acceptance, int(rows[0]), tokens, seconds, lr)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -5,15 +5,12 @@ The schema is in manifest.py (re-exported here); docs/format.md is the prose of 
 
 from __future__ import annotations
 
-import difflib
 import json
-import typing
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from eagle_run.backends.library import compile_command
 from eagle_run.errors import EagleError
@@ -41,6 +38,7 @@ from eagle_run.records import (
     QuantizationInfo,
     Record,
     TensorInfo,
+    explain,
 )
 
 if TYPE_CHECKING:
@@ -128,6 +126,11 @@ class Bundle:
         """The file a backend opens."""
         return self.path / artifact.file
 
+    def check_unchanged(self) -> None:
+        """Raises EagleError where another bundle took the place of this one: what was read may be of both."""
+        if read_manifest(self.path) != self.manifest:
+            raise EagleError(f"{self.path} was replaced while it was read", hint="run the command again")
+
     def vocab_map(self) -> torch.Tensor | None:
         """Target id of each draft id, int64 [Vd], or None when the ids are the same."""
         head = self.manifest.head
@@ -182,6 +185,8 @@ def read_manifest(root: Path) -> Manifest:
         hint = "give the folder that `eagle-export build --out` wrote"
         if root.suffix == ".partial":
             hint = "this is what an interrupted build left behind; run the same command again to finish it"
+        if not root.exists() and (aside := root.with_name(f"{root.name}.partial.old")).exists():
+            hint = f"a run was killed as it replaced the bundle: the old one is {aside}, rename it back"
         raise EagleError(
             f"{root} is not a bundle: expected a folder with manifest.json, found {found}", hint=hint
         )
@@ -259,42 +264,3 @@ def _check_file(root: Path, entry: FileEntry, *, verify_hash: bool) -> None:
             f"{where}: edited or corrupt: expected sha256 {entry.sha256[:12]}…, found {found[:12]}…",
             hint=hint,
         )
-
-
-def explain(error: ValidationError, model: type[BaseModel], where: str) -> EagleError:
-    """The first fault of a failed validation of `model`, as an EagleError that names file and key."""
-    # A misspelt key is unknown and missing at once; only the former says what to do.
-    fault = min(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
-    key = ".".join(str(part) for part in fault["loc"])
-    more = f" ({error.error_count() - 1} more faults)" if error.error_count() > 1 else ""
-    if fault["type"] == "extra_forbidden":
-        known = _fields_at(model, fault["loc"][:-1])
-        close = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1)
-        guess = f"did you mean {close[0]!r}? " if close else ""
-        return EagleError(
-            f"{where}: unknown key {key!r}{more}", hint=f"{guess}known keys: {', '.join(known)}"
-        )
-    if fault["type"] == "missing":
-        return EagleError(
-            f"{where}: missing key {key!r}{more}",
-            hint="the file is incomplete; add the key or make the file again",
-        )
-    message = fault["msg"].removeprefix("Value error, ")
-    found = "" if isinstance(fault["input"], dict | BaseModel) else f", found {fault['input']!r}"
-    return EagleError(f"{where}: {key + ': ' if key else ''}{message}{found}{more}")
-
-
-def _fields_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
-    """Field names of the record that `loc` points into, seen through optionals, tuples and dicts."""
-    for part in loc:
-        field = model.model_fields.get(str(part))
-        inner = next(_records_in(field.annotation), None) if field else None
-        model = inner or model
-    return list(model.model_fields)
-
-
-def _records_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in typing.get_args(annotation):
-        yield from _records_in(argument)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import errno
+import json
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import click
 
@@ -16,36 +21,77 @@ from eagle_run.errors import EagleError
 _INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 
-def run_cli(group: click.Command, name: str, arguments: Sequence[str], *, interrupted: str = "") -> int:
+def run_cli(
+    group: click.Command,
+    name: str,
+    arguments: Sequence[str],
+    *,
+    interrupted: str = "",
+    json_errors: bool = False,
+) -> int:
     """Runs `group` as the program `name`; the exit code is 2 for usage, 130 for Ctrl-C, 1 for other errors.
 
     Errors are one line on stderr, and a hint; with --debug among the arguments the traceback goes before
-    them. `interrupted` is what Ctrl-C prints.
+    them. `interrupted` is what Ctrl-C prints, unless an Abort says more. json_errors: with --json among the
+    arguments stdout gets what went wrong as an object, so that it holds one however the program ends.
     """
+    as_json = json_errors and "--json" in arguments
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # a terminal that lacks a character shows a ?
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
-        code = group.main(list(arguments), prog_name=name, standalone_mode=False)
+        with _no_interrupt_lost():
+            code = group.main(list(arguments), prog_name=name, standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except click.ClickException as error:
         error.show()
-        return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        if interrupted:
-            click.echo(interrupted, err=True)
-        return _INTERRUPTED
+        return _document(as_json, error.exit_code, error.format_message())
+    except (KeyboardInterrupt, click.Abort) as error:
+        exec("")  # takes back that Python ends with another code after an interrupt inside any exec("...")
+        if said := str(error) or interrupted:
+            click.echo(said, err=True)
+        return _document(as_json, _INTERRUPTED, said)
     except BrokenPipeError:  # the reader has seen enough, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
         if "--debug" in arguments:
             traceback.print_exc()
-        return _show(error)
+        shown = _show(error)
+        return _document(as_json, shown.exit_code, shown.message, shown.hint)
 
 
-def _show(error: Exception) -> int:
+def _document(as_json: bool, exit_code: int, message: str, hint: str = "") -> int:
+    """What went wrong, for a program that reads stdout. Returns the exit code."""
+    if as_json:
+        click.echo(json.dumps({"error": message, "hint": hint or None, "exit_code": exit_code}, indent=2))
+    return exit_code
+
+
+@contextlib.contextmanager
+def _no_interrupt_lost() -> Iterator[None]:
+    """What Python drops, an interrupt in the middle of a `__del__`, is raised again."""
+    before = sys.unraisablehook
+
+    def again(dropped: Any) -> None:
+        if not issubclass(dropped.exc_type, KeyboardInterrupt):
+            before(dropped)
+            return
+        heard = next((n for n in (signal.SIGINT, signal.SIGTERM) if callable(signal.getsignal(n))), None)
+        if heard is not None:  # a moment later: here it would be dropped once more
+            timer = threading.Timer(0.05, _thread.interrupt_main, [heard])
+            timer.daemon = True
+            timer.start()
+
+    sys.unraisablehook = again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
+def _show(error: Exception) -> EagleError:
     """Prints an error the way every error looks: what it is, then what to do."""
     if isinstance(error, OSError):
         error = _of_system(error)
@@ -53,7 +99,7 @@ def _show(error: Exception) -> int:
         message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         error = EagleError(message, hint="run again with --debug, and report this")
     click.echo(f"error: {error}", err=True)
-    return error.exit_code
+    return error
 
 
 def _of_system(error: OSError) -> EagleError:

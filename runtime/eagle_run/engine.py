@@ -213,13 +213,15 @@ def open_engine(
         device=opened.device,
         precision=opened.precision,
     )
-    return assemble(
+    engine = assemble(
         bundle,
         session,
         backend=opened.backend,
         threads=threads,
         cuda_graphs=cuda_graphs,
     )
+    bundle.check_unchanged()
+    return engine
 
 
 def assemble(

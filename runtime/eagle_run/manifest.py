@@ -64,8 +64,9 @@ class TargetInfo(Record):
 class HeadInfo(Record):
     """The draft head. `target_sha256` is the identity of the target it was built for.
 
-    `feature_layers` index Transformers' `hidden_states`, ascending. `settings` are NAME=VALUE of what the
-    head's own config.json does not say. `vocab_map` is null when draft ids are target ids.
+    `feature_layers` index Transformers' `hidden_states`, ascending; L + 1 is what the final norm reads.
+    `settings` are NAME=VALUE of what the head's own config.json does not say. `vocab_map` is null when draft
+    ids are target ids.
     """
 
     algorithm: Literal["eagle1", "eagle3"]
@@ -251,8 +252,8 @@ def _limit_contradictions(limits: Limits, tree: TreeDefaults | None) -> Iterator
 
 def _head_contradictions(head: HeadInfo, target: TargetInfo) -> Iterator[str]:
     features = head.feature_layers
-    if not features or list(features) != sorted(set(features)) or features[-1] > target.layers:
-        yield f"feature_layers {list(features)} must ascend within 0..{target.layers}"
+    if not features or list(features) != sorted(set(features)) or features[-1] > target.layers + 1:
+        yield f"feature_layers {list(features)} must ascend within 0..{target.layers + 1}"
     if head.vocab_map is None and head.draft_vocab_size != target.vocab_size:
         yield f"draft vocabulary {head.draft_vocab_size} of {target.vocab_size} needs a vocab_map"
 

@@ -5,10 +5,15 @@ docs/format.md is their prose. Nothing here imports torch, so that looking at a 
 
 from __future__ import annotations
 
+import difflib
+import typing
+from collections.abc import Iterator
 from pathlib import PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from eagle_run.errors import EagleError
 
 Count = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=0)]
@@ -153,3 +158,42 @@ class BuildInfo(Record):
     seconds: Annotated[float, Field(ge=0)]
     peak_memory_bytes: Annotated[int, Field(ge=0)]
     versions: dict[str, str]
+
+
+def explain(error: ValidationError, model: type[BaseModel], where: str) -> EagleError:
+    """The first fault of a failed validation of `model`, as an EagleError that names file and key."""
+    # A misspelt key is unknown and missing at once; only the former says what to do.
+    fault = min(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
+    key = ".".join(str(part) for part in fault["loc"])
+    more = f" ({error.error_count() - 1} more faults)" if error.error_count() > 1 else ""
+    if fault["type"] == "extra_forbidden":
+        known = _fields_at(model, fault["loc"][:-1])
+        close = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1)
+        guess = f"did you mean {close[0]!r}? " if close else ""
+        return EagleError(
+            f"{where}: unknown key {key!r}{more}", hint=f"{guess}known keys: {', '.join(known)}"
+        )
+    if fault["type"] == "missing":
+        return EagleError(
+            f"{where}: missing key {key!r}{more}",
+            hint="the file is incomplete; add the key or make the file again",
+        )
+    message = fault["msg"].removeprefix("Value error, ")
+    found = "" if isinstance(fault["input"], dict | BaseModel) else f", found {fault['input']!r}"
+    return EagleError(f"{where}: {key + ': ' if key else ''}{message}{found}{more}")
+
+
+def _fields_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
+    """Field names of the record that `loc` points into, seen through optionals, tuples and dicts."""
+    for part in loc:
+        field = model.model_fields.get(str(part))
+        inner = next(_records_in(field.annotation), None) if field else None
+        model = inner or model
+    return list(model.model_fields)
+
+
+def _records_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in typing.get_args(annotation):
+        yield from _records_in(argument)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from eagle_run.sampling import SamplingSettings
@@ -13,7 +13,8 @@ class Request:
     """One prompt (token ids, template included) and how to continue it.
 
     Generation ends with reason "stop" at a token of `stop_tokens` (kept in the tokens, not in the text) or
-    before a string of `stop_strings`, and with "length" at `max_new_tokens` or the end of the context.
+    before a string of `stop_strings`, with "length" at `max_new_tokens` or the end of the context, and with
+    "until" at the first token that `until()` says true to: it makes a function that is shown every token.
     """
 
     prompt: tuple[int, ...]
@@ -21,6 +22,7 @@ class Request:
     max_new_tokens: int = 256
     stop_tokens: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
+    until: Callable[[], Callable[[int], bool]] | None = None
 
 
 @dataclass(frozen=True)

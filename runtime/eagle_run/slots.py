@@ -39,6 +39,7 @@ class Job:
         self.limit = self.length + self.room
         self._detokenizer = Detokenizer(text) if text else None
         self._stop = StopStrings(request.stop_strings)
+        self._until = request.until() if request.until else None
 
     @property
     def wants_a_round(self) -> bool:
@@ -64,6 +65,8 @@ class Job:
                 self.finish_reason = "stop"
             else:
                 text += self._text(token)
+                if self.finish_reason is None and self._until and self._until(token):
+                    self.finish_reason = "until"
             if self.finish_reason is not None:
                 break
         self.room -= len(kept)

@@ -22,3 +22,15 @@ def fails(outcome: Outcome, code: int, *words: str) -> None:
 
 def leftovers(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def holding(folder: Path, *words: object) -> dict[str, list[str]]:
+    """The files below `folder` that hold some of `words`, anywhere in their bytes, and which."""
+    files = {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
+    found = {
+        name: [str(word) for word in words if str(word).encode() in content]
+        for name, content in files.items()
+    }
+    return {name: words for name, words in found.items() if words}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exportcli import Cli, fails, leftovers
+from exportcli import Cli, fails, holding, leftovers
 from tiny import Sizes, write_head, write_target
 
 import eagle_export.compile
@@ -73,6 +73,7 @@ def test_a_build_in_fp8_has_engines_scales_and_figures(
         assert profile.layers.gemms["fp8"] == 4 * SIZES.layers
         assert sum(profile.layers.attention.values()) == SIZES.layers
     assert (target.engine.attention_layers, target.engine.cache_updates) == (SIZES.layers, 2 * SIZES.layers)
+    assert holding(out, tmp_path, model[1], Path.cwd()) == {}  # an engine is shipped too
     shown = cli("inspect", out)
     assert "8 fp8" in shown.out
     assert "tensorrt-rtx" in shown.out

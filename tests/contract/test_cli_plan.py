@@ -125,3 +125,21 @@ def test_a_build_says_first_what_it_will_take(
     assert "of memory and" in second
     assert "on two cores" in second
     assert leftovers(tmp_path) == []
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_weights_are_identified(
+    cli: Cli, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hashing 140 GB takes minutes. A plan writes nothing, and minds neither."""
+    (tmp_path / "file").write_text("x")
+    command = ["build", "--target", tiny_target, "--head", "none", *SMALL, "--out"]
+
+    def identify(*_: object) -> None:
+        raise AssertionError("identified")
+
+    monkeypatch.setattr("eagle_export.build.build_identity", identify)
+    fails(cli(*command, tmp_path / "file/b"), 1, "file is a file")
+    monkeypatch.setattr("os.access", lambda *_: False)
+    fails(cli(*command, tmp_path / "new/b"), 1, f"{tmp_path} may not be written")
+    assert cli(*command, tmp_path / "new/b", "--plan").code == 0
+    assert leftovers(tmp_path) == ["file"]

@@ -68,7 +68,7 @@ def test_shards_and_data_json_fit_together(whole_run: Path, talking_target: Path
         == [f"{i:05}.safetensors" for i in range(6)]
     )
     assert data["target"]["sha256"] == weights.folder_identity(talking_target)
-    assert data["target"]["vocab_size"] == 80
+    assert (data["target"]["vocab_size"], data["target"]["source"]) == (80, talking_target.name)
     assert data["settings"]["top_k"] == 0
     total = {"conversations": 0, "tokens": 0, "answer_tokens": 0}
     for shard in shards.values():
@@ -141,6 +141,9 @@ def test_what_is_there_is_not_made_again(
     cli: Cli, whole_run: Path, talking_target: Path, prompts: Path, tmp_path: Path
 ) -> None:
     out = shutil.copytree(whole_run, tmp_path / "data")
+    data = json.loads((out / "data.json").read_text())
+    data["target"]["source"] = "/where/it/once/was"
+    (out / "data.json").write_text(json.dumps(data))
     damaged = out / "00002.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:100])
     times = {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}

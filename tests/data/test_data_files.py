@@ -72,6 +72,7 @@ def test_shapes_may_be_mixed_and_blank_lines_do_not_count(tmp_path: Path) -> Non
         ({"prompt": "  "}, "empty"),
         ({"turns": []}, "empty"),
         ({"turns": ["a", 1]}, "list of texts"),
+        ({"turns": ["a"], "system": 1}, '"system" should be a text, found int'),
         ({"messages": []}, "list of messages"),
         ({"messages": ["Hi"]}, "message 1: expected an object"),
         ({"messages": [{"role": "user"}]}, "message 1: expected a text"),

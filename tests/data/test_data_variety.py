@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from eagle_export.data.openings import read_openings
-from eagle_export.data.quality import is_empty, loop_start, without_loop
+from eagle_export.data.quality import is_empty, loop_start, until_loop, without_loop
 from eagle_export.data.settings import DataSettings, mixed, parse_temperatures, pick_temperature
 from eagle_export.data.variety import Excluded, Seen, normalised, signature
 from eagle_run.errors import EagleError, UsageError
@@ -85,6 +85,62 @@ def test_loops_are_found_where_they_begin() -> None:
     assert loop_start([*text, *phrase * 4, 5, 6]) == (60, 30)
     assert without_loop([*text, *phrase * 9]) == [*text, *phrase * 2]
     assert without_loop(text) == text
+
+
+def slow_loop_start(tokens: list[int]) -> tuple[int, int] | None:
+    """Every period by itself, on the whole answer."""
+    found = []
+    for period in range(1, 97):
+        equal = [at >= period and tokens[at] == tokens[at - period] for at in range(len(tokens))]
+        needed = max(4 * period, 24) - period
+        starts = [
+            at - period for at in range(period, len(tokens) - needed + 1) if all(equal[at : at + needed])
+        ]
+        found += [(starts[0], period)] if starts else []
+    return min(found, default=None)
+
+
+def answers_with_loops() -> list[list[int]]:
+    """Some end as they loop, some go on; some loops are part of a longer one that begins earlier."""
+    rng = random.Random(5)
+    found = []
+    for kinds in (1, 2, 3, 50) * 40:
+
+        def some(most: int, kinds: int = kinds) -> list[int]:
+            return [rng.randrange(kinds) for _ in range(rng.randrange(most))]
+
+        dashes = [*some(20), *[7] * rng.choice((0, 20, 24, 40)), *some(20)]
+        found.append([*some(40), *(dashes or [1]) * rng.choice((1, 3, 4, 6)), *some(200)])
+    return found
+
+
+def test_the_first_loop_is_that_of_the_obvious_search() -> None:
+    answers = answers_with_loops()
+    expected = [slow_loop_start(tokens) for tokens in answers]
+    assert [loop_start(tokens) for tokens in answers] == expected
+    assert 20 < sum(loop is None for loop in expected) < len(expected) - 60
+
+
+def test_an_answer_that_ends_in_its_loop_is_that_which_is_cut_afterwards() -> None:
+    """As soon as `until_loop` ends it, nothing that could follow changes what is kept."""
+    saved = 0
+    for tokens in answers_with_loops():
+        ends = until_loop()
+        end = next((at + 1 for at, token in enumerate(tokens) if ends(token)), len(tokens))
+        assert without_loop(tokens[:end]) == without_loop(tokens)
+        assert end == len(tokens) or loop_start(tokens) is not None
+        saved += len(tokens) - end
+    assert saved > 1000
+
+
+def test_dashes_in_a_paragraph_that_repeats_are_not_its_first_loop() -> None:
+    paragraph = [1, 2, 3, *[7] * 30, 4, 5]
+    tokens = [9, *paragraph * 8]
+    assert loop_start(tokens[:34]) == (4, 1)
+    assert loop_start(tokens) == (1, 35)
+    ends = until_loop()
+    end = next(at + 1 for at, token in enumerate(tokens) if ends(token))
+    assert end == 1 + 4 * 35
 
 
 def test_empty_answers() -> None:

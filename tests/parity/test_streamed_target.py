@@ -137,7 +137,7 @@ def test_what_loading_refuses_is_refused_without_loading(folder: Path) -> None:
     write({name: tensor for name, tensor in whole.items() if name != "lm_head.weight"})
     assert "lack lm_head.weight" in both_refuse(folder)
     file.unlink()
-    both_refuse(folder)
+    assert "no weights" in both_refuse(folder)
 
 
 @pytest.mark.parametrize("same", [True, False])

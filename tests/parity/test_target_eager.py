@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from familymaker import CHUNK, WINDOW
 from targetmaker import KINDS, ROWS, Runner, assert_rows, make_model, path_of, plain, tokens_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -128,7 +129,42 @@ def test_runs_on_fake_tensors(kind: str) -> None:
         graph.bind(tensors)()
 
 
-@pytest.mark.parametrize("layers", [(), (2, 1), (1, 1), (-1,), (4,)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_layer_before_the_final_norm(kind: str, models: dict[str, Any]) -> None:
+    """One id beyond Transformers' hidden_states: with the final norm over it, it is their last one."""
+    model, tokens = models[kind], tokens_of(11, seed=15)
+    seen: list[torch.Tensor] = []
+    hook = model.model.norm.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+    with torch.no_grad():
+        out = model(torch.tensor([tokens]), use_cache=False, output_hidden_states=True)
+    hook.remove()
+    _, features = Runner(target_graph(TargetModule(model, (1, 3, 4)), ROWS), 1).extend([tokens], [0])
+    want = torch.cat((out.hidden_states[1], out.hidden_states[3], seen[0]), -1)
+    torch.testing.assert_close(features, want, atol=1e-4, rtol=1e-4)
+    assert not model.model.norm._forward_pre_hooks
+    assert (out.hidden_states[3] - seen[0]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("kind", ["mistral-window", "gemma3", "gpt-oss", "llama4"])
+@pytest.mark.parametrize("longest", [WINDOW, WINDOW + 2])
+def test_a_window_that_no_sequence_outgrows_hides_nothing(
+    kind: str, longest: int, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Caches are longer than sequences: they have room for a tree behind them."""
+    from eagle_export.models import target
+
+    narrowed: list[int] = []
+    real = target._narrowed
+    monkeypatch.setattr(target, "_narrowed", lambda *given: narrowed.append(1) or real(*given))
+    tokens = tokens_of(longest, seed=16)
+    run = Runner(target_graph(TargetModule(models[kind], LAYERS, longest), ROWS), 1)
+    found = run.extend([tokens], [0])
+    expected = {(0, row): tokens[: row + 1] for row in range(longest)}
+    assert_rows(models[kind], LAYERS, found, expected, atol=1e-4)
+    assert bool(narrowed) is (longest > (CHUNK if kind == "llama4" else WINDOW))
+
+
+@pytest.mark.parametrize("layers", [(), (2, 1), (1, 1), (-1,), (5,)])
 def test_feature_layers_that_do_not_fit_are_refused(layers: tuple[int, ...], models: dict[str, Any]) -> None:
     with pytest.raises(EagleError, match="feature layers"):
         TargetModule(models["llama"], layers)

@@ -13,6 +13,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
+from familymaker import WINDOW
 from targetmaker import KINDS, LAYERS, ROWS, Runner, assert_rows, make_model, path_of, tokens_of
 from torch import Tensor, nn
 
@@ -121,6 +122,21 @@ def test_nodes_are_few(kind: str, exported: Exported) -> None:
     assert count["Transpose"] == 4 * LAYERS + (kind == "llama-tied")  # heads and rows change places
     assert count["Shape"] == 1  # the width of the mask
     assert count["Pow"] + count["ReduceMean"] + count["Expand"] + count["Where"] == 0
+
+
+@pytest.mark.parametrize("kind", ["mistral-window", "gemma3"])
+def test_no_window_in_a_graph_whose_sequences_are_shorter(kind: str, tmp_path: Path) -> None:
+    """And its features: what a layer gets, and the last layer's output before the final norm."""
+    model, path = make_model(kind), tmp_path / "target.onnx"
+    module = TargetModule(model, (1, LAYERS + 1), max_seq_len=WINDOW).eval()
+    export_target(module, path, cache_rows=ROWS)
+    nodes = onnx.load(path, load_external_data=False).graph.node
+    assert [node.input[3] for node in nodes if node.op_type == "Attention"] == ["tree_mask"] * LAYERS
+    assert not {"Less", "And", "Where"} & {node.op_type for node in nodes}
+    tokens = tokens_of(WINDOW, seed=17)
+    want = Runner(target_graph(TargetModule(model, (1, LAYERS + 1)), ROWS), 1).extend([tokens], [0])
+    for found, expected in zip(runner(path, 1).extend([tokens], [0]), want, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
 def test_weights_are_named_as_in_the_checkpoint(exported: Exported) -> None:

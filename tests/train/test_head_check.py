@@ -100,7 +100,7 @@ def test_layers_that_are_off_by_one_are_noticed(featured: Modules, answers: Answ
     draft.load_state_dict(state)
     check, found = check_head(replace(featured, draft=draft), answers)
     assert check.status == "fail", (check, found)
-    assert "read with --layer-ids 1,2,3 they are" in check.detail
+    assert "read with --head-layer-ids 1,2,3 they are" in check.detail
 
 
 @pytest.mark.parametrize(
@@ -121,6 +121,18 @@ def test_norms_in_another_place_are_noticed(  # noqa: PLR0917
     assert sum(best.acceptance) > sum(found[0].acceptance)
 
 
+def test_an_embedding_that_it_was_not_trained_with_is_noticed(whole: Modules, answers: Answers) -> None:
+    """Some trainers wrote the embedding that they had started with in place of the target's."""
+    assert whole.draft is not None
+    state = whole.draft.state_dict()
+    state["embed_tokens.weight"] = torch.randn(state["embed_tokens.weight"].shape)
+    draft = Draft(replace(whole.draft.spec, own_embedding=True))
+    draft.load_state_dict(state)
+    check, _ = check_head(replace(whole, draft=draft.eval()), answers)
+    assert check.status == "fail", check
+    assert "read with the target's embedding, without embed_tokens.weight" in check.detail
+
+
 def test_an_untrained_head_has_no_better_reading(whole: Modules, learned: Path, answers: Answers) -> None:
     from tiny import write_head
 
@@ -134,8 +146,8 @@ def test_readings_are_those_that_fit() -> None:
     flags = [reading.flag for reading in readings(plain, layers=8, target_theta=500000.0)]
     assert flags == [
         "",
-        "--layer-ids 1,3,4",
-        "--layer-ids 3,5,6",
+        "--head-layer-ids 1,3,4",
+        "--head-layer-ids 3,5,6",
         "--head-set norm_output=true",
         "--head-set norm_before_residual=true",
         "--head-set norm_hidden_twice=true",
@@ -143,9 +155,13 @@ def test_readings_are_those_that_fit() -> None:
     ]
     scaled = replace(plain, feature_layers=(0, 3, 7), rope_theta=5e5, rope_scaling={"rope_type": "yarn"})
     flags = [reading.flag for reading in readings(scaled, layers=8, target_theta=5e5)]
-    assert "--layer-ids 2,4,5" in flags  # what a head without ids means; one lower and one higher do not fit
+    assert "--head-layer-ids 2,4,5" in flags  # what a head without ids means; one lower does not fit
+    assert "--head-layer-ids 1,4,9" in flags  # one higher: 9 is the last layer's output before the norm
     assert flags[-2:] == ["--head-set rope_theta=10000", "--head-set rope_scaling=none"]
     assert [reading.flag for reading in readings(spec_of("eagle1"), layers=3)] == [""]
+    for ids, others in (((2, 4, 9), {"1,3,7", "2,4,5", "2,4,8"}), ((2, 4, 8), {"1,3,7", "2,4,5", "2,4,9"})):
+        found = [reading.flag for reading in readings(replace(plain, feature_layers=ids), layers=8)]
+        assert {flag.split()[1] for flag in found if "layer-ids" in flag} == others
     last = replace(plain, has_fc=False, feature_layers=(8,))
     assert not any("layer-ids" in reading.flag for reading in readings(last, layers=8))
 
@@ -164,7 +180,7 @@ def measured(flag: str, gain: float, z: float) -> Measured:
     ],
 )
 def test_where_the_line_is(gain: float, z: float, status: str) -> None:
-    worse = measured("--layer-ids 1", -3.0, -20.0)
+    worse = measured("--head-layer-ids 1", -3.0, -20.0)
     check = check_readings([measured("", 0.0, 0.0), worse, measured("-x", gain, z)])
     assert check.status == status
     assert ("read with -x" in check.detail) is (status == "fail")

@@ -1,27 +1,23 @@
-"""Data on its way in: shards, masks, vocabularies, batches, and the cache of features."""
+"""Data on its way in: shards, masks, vocabularies, batches, and whose words they are."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from trainset import write_npz
+from safetensors.torch import save_file
+from trainset import PROMPTS, TALKS, Letters, write_npz
 
-from eagle_export.train import features
 from eagle_export.train.batches import epoch_batches, pack, share, split
-from eagle_export.train.features import Cached, OnTheFly, TargetFeatures, cache_file, fill
+from eagle_export.train.features import TargetFeatures
+from eagle_export.train.origin import check_origin
 from eagle_export.train.samples import Samples, load_samples
 from eagle_export.train.vocab import choose_vocabulary
 from eagle_run.errors import EagleError, UsageError
-
-TALKS = [[5, 6, 7, 8, 9], [5, 6, 7, 7, 7, 7, 3], [1, 2, 8]]
-PROMPTS = [2, 3, 1]
 
 
 def write_folder(folder: Path, **changes: Any) -> Path:
@@ -139,72 +135,40 @@ def test_workers_share_an_epoch() -> None:
     assert len({n for part in parts for batch in part for n in batch}) == 8
 
 
-class Letters:
-    """A target whose hidden states tell what it has seen: token, position, and the sum so far."""
-
-    device = torch.device("cpu")
-    dtype = torch.float32
-    config = SimpleNamespace(hidden_size=2)
-    calls = 0
-
-    def model(self, input_ids: torch.Tensor, **_: Any) -> Any:
-        Letters.calls += 1
-        place = torch.arange(input_ids.shape[1]).expand_as(input_ids)
-        last = torch.stack((input_ids.cumsum(1), place), -1).float()
-        states = tuple(torch.stack((input_ids * scale, place), -1).float() for scale in (1, 2, 3))
-        return SimpleNamespace(hidden_states=states, last_hidden_state=last)
-
-    def get_output_embeddings(self) -> Any:
-        return lambda rows: torch.nn.functional.one_hot(rows[:, 0].long() % 20, 20).float()
+def told_of(samples: Samples) -> list[str]:
+    told: list[str] = []
+    check_origin(samples, TargetFeatures(Letters(), (0,), torch.float32), 6, told.append)
+    return told
 
 
-def cached(samples: Samples, folder: Path, length: int = 6) -> tuple[Cached, list[Path]]:
-    target = TargetFeatures(Letters(), (0, 2), torch.float32)
-    files = [cache_file(folder, shard, "abc", target, max_length=length) for shard in samples.shards]
-    fill(folder, samples, files, target, lambda *_: None, max_length=length)
-    return Cached(samples, files, length), files
+def test_data_that_names_no_target_is_judged_by_the_target(tmp_path: Path) -> None:
+    """`Letters` says the sum of all tokens so far, modulo 20."""
+    npz = write_npz(tmp_path / "d.npz", TALKS, PROMPTS)
+    foreign = load_samples([write_folder(tmp_path / "data"), npz], vocab_size=20)
+    said, warned = told_of(foreign)  # once for all of it
+    assert said.startswith("d.npz: does not say which target wrote it")
+    assert "of 8 tokens of its answers 0%" in said  # cut to 6 tokens a conversation
+    assert "another tokenizer" in warned
+    own = [[5]]
+    while len(own[0]) < 6:
+        own[0].append(sum(own[0]) % 20)
+    [said] = told_of(load_samples([write_npz(tmp_path / "own.npz", own, [1])], vocab_size=20))
+    assert "of 5 tokens of its answers 100%" in said
 
 
-def test_cached_features_are_those_of_the_target(tmp_path: Path) -> None:
-    samples = load_samples([write_npz(tmp_path / "d.npz", TALKS, PROMPTS)], vocab_size=20)
-    source, _ = cached(samples, tmp_path / "cache")
-    direct = OnTheFly(samples, TargetFeatures(Letters(), (0, 2), torch.float32), 6)
-    batches = [s.batch([2, 1], torch.device("cpu")) for s in (source, direct)]
-    for batch in batches:
-        assert batch.tokens.tolist() == [[1, 2, 8, 0, 0, 0], [5, 6, 7, 7, 7, 7]]  # cut to 6
-        assert batch.features[1, 2].tolist() == [7, 2, 21, 2]
-        assert batch.last[0, :3, 0].tolist() == [1, 3, 11]
-        assert batch.best[0, :2].tolist() == [1, 3]
-        assert batch.best[1, 2:5].tolist() == [18, 25 % 20, 32 % 20]
-        assert not batch.answers[0, 3:].any()
+def test_an_npz_may_name_its_target(tmp_path: Path) -> None:
+    npz = write_npz(tmp_path / "d.npz", TALKS, PROMPTS)
+    with np.load(npz) as file:
+        np.savez(npz, target_sha256="abc", **file)
+    samples = load_samples([npz], vocab_size=20, target_sha256="abc")
+    assert told_of(samples) == []
+    with pytest.raises(
+        EagleError, match=r"d\.npz was written by another target: expected sha256 def…, found abc"
+    ):
+        load_samples([npz], vocab_size=20, target_sha256="def")
 
 
-def test_the_cache_is_reused_and_grows_with_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = load_samples([write_npz(tmp_path / "a.npz", TALKS, PROMPTS)], vocab_size=20)
-    _, files = cached(first, tmp_path / "cache")
-    calls = Letters.calls
-    cached(first, tmp_path / "cache")
-    assert Letters.calls == calls
-    more = write_npz(tmp_path / "b.npz", TALKS[::-1], PROMPTS[::-1])
-    both = load_samples([tmp_path / "a.npz", more], vocab_size=20)
-    _, grown = cached(both, tmp_path / "cache")
-    assert grown[0] == files[0]
-    assert len(list((tmp_path / "cache").iterdir())) == 2
-    assert load_file(grown[1])["best"].dtype == torch.int32
-    other = TargetFeatures(Letters(), (1, 2), torch.float32)
-    assert cache_file(tmp_path, first.shards[0], "abc", other, max_length=6) != files[0]
-    assert cache_file(tmp_path, replace(first.shards[0]), "abd", other, max_length=6) != files[0]
-    monkeypatch.setattr(features, "free_space", lambda _: 10)
-    with pytest.raises(EagleError, match="are free"):
-        cached(first, tmp_path / "elsewhere")
-
-
-def test_a_cache_of_shorter_conversations_is_not_taken_for_longer_ones(tmp_path: Path) -> None:
-    samples = load_samples([write_npz(tmp_path / "d.npz", TALKS, PROMPTS)], vocab_size=20)
-    cached(samples, tmp_path / "cache", 3)
-    source, files = cached(samples, tmp_path / "cache", 6)
-    direct = OnTheFly(samples, TargetFeatures(Letters(), (0, 2), torch.float32), 6)
-    batches = [s.batch([2, 1], torch.device("cpu")) for s in (source, direct)]
-    assert torch.equal(batches[0].features[1], batches[1].features[1])
-    whole, longer = (cached(samples, tmp_path / "cache", length)[1] for length in (7, 99))
-    assert whole == longer != files  # nothing is cut off, so one file serves both
+def test_a_folder_that_names_no_target_is_judged_too(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "data")
+    (folder / "data.json").write_text("{}")
+    assert len(told_of(load_samples([folder], vocab_size=20, target_sha256="abc"))) == 2

@@ -95,6 +95,7 @@ def test_validation_foretells_what_decoding_gives(learned: Path, trained: Path, 
 
 def test_training_is_told(trained: Path) -> None:
     facts = json.loads((trained / "training.json").read_text())
+    assert str(trained.parent) not in json.dumps(facts)  # a head is shipped with it
     first, best = facts["history"][0]["validation"], facts["best"]["validation"]
     assert best["tokens_per_round"] > 1.5 > first["tokens_per_round"]
     assert best["acceptance"][0] > 0.5

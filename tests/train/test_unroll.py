@@ -11,7 +11,8 @@ from torch import Tensor
 from trainset import batch_of, head_of, spec_of
 
 from eagle_export.models.head import Draft, Fuse
-from eagle_export.train.attention import _Merged, merged_plain
+from eagle_export.train import attention
+from eagle_export.train.attention import _Merged, merged_by_chunks
 from eagle_export.train.ttt import Batch, label_rows, starts, unroll
 
 STEPS = 4
@@ -96,37 +97,76 @@ def test_rows_that_share_a_batch_do_not_touch() -> None:
         torch.testing.assert_close(a[:count][valid], b[valid], rtol=1e-4, atol=1e-5)
 
 
-def test_merged_attention_and_its_gradients_are_those_of_the_plain_formula() -> None:
+def merged_slowly(  # noqa: PLR0917
+    q: Tensor, keys: Tensor, values: Tensor, own_k: Tensor, own_v: Tensor, rows: Tensor, scale: float
+) -> Tensor:
+    """Every row and head by itself: one softmax over all the keys that it sees."""
+    found = []
+    for n, flat in enumerate(rows.tolist()):
+        row, at = divmod(flat, keys.shape[2])
+        k = torch.cat((keys[row, :, : at + 1].transpose(0, 1), own_k[:, n]))  # [at + 1 + i, Hq, Dh]
+        v = torch.cat((values[row, :, : at + 1].transpose(0, 1), own_v[:, n]))
+        share = (scale * (k * q[n]).sum(-1)).softmax(0)  # [at + 1 + i, Hq]
+        found.append((share[..., None] * v).sum(0))
+    return torch.stack(found)
+
+
+def merging_inputs(length: int, rows: int, dtype: torch.dtype) -> list[Tensor]:
+    """For two sequences, four heads and three later steps."""
     generator = torch.Generator().manual_seed(0)
+    shapes = [(rows, 4, 8), (2, 4, length, 8), (2, 4, length, 8), (3, rows, 4, 8), (3, rows, 4, 8)]
+    return [torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 3, 7, 256], ids=lambda chunk: f"chunk {chunk}" if chunk else "fused")
+def test_merged_attention_and_its_gradients_are_those_of_the_plain_formula(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On chunks of rows in float64, and with the kernel of a CPU in float32."""
+    monkeypatch.setattr(attention, "_CHUNK", chunk)
     rows = torch.tensor([2, 3, 5, 8, 9, 13])  # of a grid of 2 x 7
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).requires_grad_()
-
-    inputs = [draw(6, 4, 8), draw(2, 4, 7, 8), draw(2, 4, 7, 8), draw(3, 6, 4, 8), draw(3, 6, 4, 8)]
-    weight = torch.randn(6, 4, 8, generator=generator)
+    inputs = merging_inputs(7, 6, torch.float64 if chunk else torch.float32)
+    weight = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(1))
     results = []
-    for function in (merged_plain, _Merged.apply):
+    for function in (merged_slowly, merged_by_chunks if chunk else _Merged.apply):
         out = function(*inputs, rows, 0.3)
-        grads = torch.autograd.grad((out * weight).sum(), inputs)
-        results.append((out, *grads))
-    for plain, fused in zip(*results, strict=True):
-        torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-5)
+        results.append((out, *torch.autograd.grad((out * weight).sum(), inputs)))
+    for slow, fast in zip(*results, strict=True):
+        torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-6 if chunk else 1e-5)
 
 
-def test_merged_attention_is_one_softmax_over_what_a_row_sees() -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, keys, values, own_k, own_v = (
-        torch.randn(*shape, generator=generator)
-        for shape in ((2, 1, 8), (1, 1, 7, 8), (1, 1, 7, 8), (2, 2, 1, 8), (2, 2, 1, 8))
-    )
-    rows = torch.tensor([1, 4])
-    out = _Merged.apply(q, keys, values, own_k, own_v, rows, 0.5)
-    for n, row in enumerate(rows.tolist()):
-        k = torch.cat((keys[0, 0, : row + 1], own_k[:, n, 0]))
-        v = torch.cat((values[0, 0, : row + 1], own_v[:, n, 0]))
-        expected = (0.5 * k @ q[n, 0]).softmax(0) @ v
-        torch.testing.assert_close(out[n, 0], expected, rtol=1e-4, atol=1e-5)
+def test_no_scores_outlive_a_chunk_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_CHUNK", 16)
+    kept: list[int] = []
+
+    def note(x: Tensor) -> Tensor:
+        kept.append(x.numel())
+        return x
+
+    inputs = merging_inputs(256, 6, torch.float32)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        merged_by_chunks(*inputs, torch.arange(200, 206), 0.3).sum().backward()
+    assert 0 < max(kept) <= 2 * 4 * 256 * 8  # as large as the keys; all scores were 32 times that
+
+
+@pytest.mark.parametrize("norm_output", [False, True])
+def test_a_gpus_way_through_the_unrolled_draft_is_a_cpus(
+    norm_output: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs of every step, and gradients of all weights."""
+    spec = spec_of(norm_output=norm_output)
+    batch = batch_of(spec, lengths=[17, 23, 12], prompts=[5, 9, 3])
+    results = []
+    for chunked in (False, True):
+        if chunked:
+            monkeypatch.setattr(attention, "_CHUNK", 5)
+            monkeypatch.setattr(attention._Merged, "apply", merged_by_chunks)
+        fuse, draft = head_of(spec)
+        raw = torch.stack(unroll(fuse, draft, batch, STEPS).raw)
+        raw.square().mean().backward()
+        results.append((raw, *(p.grad for p in draft.midlayer.parameters())))
+    for cpu, gpu in zip(*results, strict=True):
+        torch.testing.assert_close(gpu, cpu, rtol=1e-3, atol=1e-4)
 
 
 def test_starts_labels_and_masks_of_a_conversation_by_hand() -> None:

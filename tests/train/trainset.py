@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from eagle_export.train.settings import TrainSettings
 from eagle_export.train.ttt import Batch
 
 VOCAB, WIDTH = 30, 16
+TALKS = [[5, 6, 7, 8, 9], [5, 6, 7, 7, 7, 7, 3], [1, 2, 8]]
+PROMPTS = [2, 3, 1]
 SETTINGS = TrainSettings(
     steps=4,
     draft_vocab=60,
@@ -90,6 +93,25 @@ def write_npz(path: Path, conversations: list[list[int]], prompts: list[int]) ->
         temperature=np.zeros(len(conversations), np.float16),
     )
     return path
+
+
+class Letters:
+    """A target whose hidden states tell what it has seen: token, position, and the sum so far."""
+
+    device = torch.device("cpu")
+    dtype = torch.float32
+    config = SimpleNamespace(hidden_size=2)
+    calls = 0
+
+    def model(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        Letters.calls += 1
+        place = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        last = torch.stack((input_ids.cumsum(1), place), -1).float()
+        states = tuple(torch.stack((input_ids * scale, place), -1).float() for scale in (1, 2, 3))
+        return SimpleNamespace(hidden_states=states, last_hidden_state=last)
+
+    def get_output_embeddings(self) -> Any:
+        return lambda rows: torch.nn.functional.one_hot(rows[:, 0].long() % 20, 20).float()
 
 
 def language(count: int, length: int, seed: int) -> Tensor:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import benchmarks
 from benchmarks import child
 from benchmarks.random_llama import Weight, target_weights
 from benchmarks.sparse_checkpoint import SHAPES, write_head, write_target
@@ -139,6 +140,26 @@ def test_the_whole_benchmark_on_a_tiny_shape(
     monkeypatch.setattr(export_scale, "measure", lambda *_: pytest.fail("measured again"))
     export_scale.main(arguments, standalone_mode=False)
     assert "already in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shape", ["1b", "8b", "70b"])
+def test_estimates_follow_what_was_measured(shape: str, tmp_path: Path) -> None:
+    """Memory and seconds of every export in benchmarks/results, within a factor of 1.5."""
+    from benchmarks.export_scale import FILE
+    from eagle_export.estimate import estimate
+    from eagle_export.weigh import weigh_checkpoints
+
+    results = json.loads((Path(benchmarks.__file__).parent / "results" / FILE).read_text())["shapes"][shape]
+    folders = write_target(tmp_path / "t", shape), write_head(tmp_path / "h", shape)
+    weighed = weigh_checkpoints(*folders, "bf16", base="bf16")
+    measured = [way for way in ("linked", "written") if "peak_memory_bytes" in results.get(way, {})]
+    assert "linked" in measured
+    for way in measured:
+        expected, found = estimate(weighed, "bf16", links=way == "linked"), results[way]
+        memory = expected.memory_bytes / found["peak_memory_bytes"]
+        seconds = expected.seconds / found["seconds"]
+        assert 1 / 1.5 < memory < 1.5, way
+        assert 1 / 1.5 < seconds < 1.5, way
 
 
 def test_what_does_not_fit_is_said_with_its_figures() -> None:

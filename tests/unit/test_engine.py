@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tinybundle import END, make_bundle
 
+import eagle_run.engine
 from eagle_run.engine import Engine, open_engine
 from eagle_run.errors import EagleError, UsageError
 from eagle_run.generate import Printer
@@ -149,3 +152,24 @@ def test_an_interrupt_shows_what_had_begun(capsys: pytest.CaptureFixture[str]) -
     printer(Piece(2, (3,), "thr", None))
     printer.close()
     assert capsys.readouterr().out == "[0] one\n[1] \n[2] thr\n"
+
+
+def test_a_bundle_that_is_replaced_while_it_is_opened_is_refused(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs of the old one and a tokenizer of the new one would decode without a word."""
+    bundle, load = shutil.copytree(tiny_bundle, tmp_path / "b"), eagle_run.engine.open_graphs
+
+    def replaced(*arguments: Any, **options: Any) -> Any:
+        opened = load(*arguments, **options)
+        manifest = json.loads((bundle / "manifest.json").read_text())
+        (bundle / "manifest.json").write_text(
+            json.dumps({**manifest, "created": "2030-01-01T00:00:00+00:00"})
+        )
+        return opened
+
+    monkeypatch.setattr(eagle_run.engine, "open_graphs", replaced)
+    with pytest.raises(EagleError, match="was replaced while it was read"):
+        open_engine(bundle)
+    monkeypatch.undo()
+    open_engine(bundle)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
+import subprocess
+import sys
 
 import click
 import pytest
@@ -100,3 +103,69 @@ def test_debug_shows_the_traceback(capfd: pytest.CaptureFixture[str], error: Exc
 def test_a_wrong_command_line_names_the_program(capfd: pytest.CaptureFixture[str]) -> None:
     assert run_cli(program(None), "tool", ["play"]) == 2
     assert "Usage: tool" in capfd.readouterr().err
+
+
+_LOST = """
+import os, signal, sys, time
+import click
+from eagle_run.cli_runner import run_cli
+
+class Cleaned:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):  # the interrupt is raised here, and dropped
+            pass
+
+@click.command()
+def work():
+    {how}
+    time.sleep(20)
+    print("went on")
+
+sys.exit(run_cli(work, "tool", [], interrupted="stopped"))
+"""
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["Cleaned()", "exec('import os, signal; os.kill(os.getpid(), signal.SIGINT)')"],
+    ids=["del", "exec"],
+)
+def test_an_interrupt_is_never_lost_and_always_the_same_exit_code(how: str) -> None:
+    """Raised in a `__del__` Python drops it; raised in an exec() Python ends by the signal, not with 130."""
+    program = [sys.executable, "-c", _LOST.format(how=how)]
+    done = subprocess.run(program, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130, done
+    assert done.stdout == ""
+    assert done.stderr.split() == ["stopped"]
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        (EagleError("bad", hint="mend it"), {"error": "bad", "hint": "mend it", "exit_code": 1}),
+        (UsageError("odd"), {"error": "odd", "hint": None, "exit_code": 2}),
+        (click.UsageError("odd"), {"error": "odd", "hint": None, "exit_code": 2}),
+        (KeyboardInterrupt(), {"error": "stopped", "hint": None, "exit_code": 130}),
+        (click.Abort("stopped; run again"), {"error": "stopped; run again", "hint": None, "exit_code": 130}),
+        (
+            ValueError(),
+            {"error": "ValueError", "hint": "run again with --debug, and report this", "exit_code": 1},
+        ),
+    ],
+)
+def test_with_json_an_error_is_a_document_too(
+    capfd: pytest.CaptureFixture[str], end: BaseException, expected: dict[str, object]
+) -> None:
+    @click.command()
+    @click.option("--json", is_flag=True)
+    def work(**_: object) -> None:
+        raise end
+
+    code = run_cli(work, "tool", ["--json"], interrupted="stopped", json_errors=True)
+    out, err = capfd.readouterr()
+    assert json.loads(out) == {**expected, "exit_code": code}
+    assert str(expected["error"]) in err
+    for arguments, wanted in ((["--json"], False), ([], True)):
+        assert run_cli(work, "tool", arguments, interrupted="stopped", json_errors=wanted) == code
+        assert capfd.readouterr().out == ""

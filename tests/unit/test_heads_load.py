@@ -110,14 +110,18 @@ def test_specforge_flags(tmp_path: Path) -> None:
         ({"eagle_config": {IDS: [2, 6, 9]}}, (2, 6, 9)),  # the other numbering in the same place
         ({IDS: [1, 6, 9]}, (1, 6, 9)),
         ({IDS: [3, 4, 5], "eagle_config": {IDS: [1, 5, 8]}}, (3, 4, 5)),
+        # The last layer's output, which is 13 here: 12 is what the final norm makes of it.
+        ({"eagle_config": {IDS: [8, 10, 12]}}, (8, 10, 13)),
+        ({"eagle_config": {IDS: [1, 5, 11]}}, (2, 6, 13)),
+        ({IDS: [8, 10, 12]}, (8, 10, 13)),
     ],
 )
 def test_layer_ids(config: dict[str, Any], expected: tuple[int, ...], tmp_path: Path) -> None:
     head = made(architectures=["LlamaForCausalLMEagle3"], **config)
     folder = head.write(tmp_path)
     assert load_head(folder, head.target).spec.feature_layers == expected
-    said = HeadSettings(layer_ids=(0, 7, 12))
-    assert load_head(folder, head.target, said).spec.feature_layers == (0, 7, 12)
+    for ids in ((0, 7, 12), (0, 7, 13)):
+        assert load_head(folder, head.target, HeadSettings(layer_ids=ids)).spec.feature_layers == ids
 
 
 @pytest.mark.parametrize(

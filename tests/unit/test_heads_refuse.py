@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch
 from parity.headmaker import DRAFT_VOCAB, RECIPES, VOCAB, WIDTH, Head, Target, make_head
 from safetensors.torch import save_file
 
+from eagle_export import heads
 from eagle_export.head_settings import HeadSettings
 from eagle_export.heads import load_head
 from eagle_run.errors import EagleError
@@ -172,9 +174,9 @@ REFUSED: dict[str, tuple[Change, str]] = {
         "fc.weight of the head takes 128 features, which is not 3 layers",
     ),
     "too few layers": (lambda: replace(made(), target=Target(layers=4)), "do not fit a target of 4 layers"),
-    "output of the last layer": (
-        lambda: made(eagle_config={IDS: [1, 5, 11]}),
-        "layer ids [2, 6, 12] do not fit a target of 12 layers",
+    "output of a layer that is not there": (
+        lambda: made(eagle_config={IDS: [1, 5, 12]}),
+        "layer ids [2, 6, 14] do not fit a target of 12 layers: ascending numbers from 0 to 13",
     ),
     "a flag that contradicts itself": (
         lambda: made(norm_output=False, eagle_config={"norm_output": True}),
@@ -197,6 +199,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda: with_tensor(made(), "d2t", torch.zeros(5, dtype=torch.long)),
         "d2t of the head",
     ),
+    "d2t holds ids": (
+        lambda: without(with_tensor(made(), "d2t", torch.arange(DRAFT_VOCAB) + 7), "t2d"),
+        "d2t of the head holds 23 different numbers, as target ids would be",
+    ),
     "d2t against t2d": (
         lambda: with_tensor(made(), "d2t", torch.zeros(DRAFT_VOCAB, dtype=torch.long)),
         "t2d of the head does not mark",
@@ -211,11 +217,12 @@ def test_refused(case: str, tmp_path: Path) -> None:
     with pytest.raises(EagleError) as error:
         load_head(head.write(tmp_path), head.target)
     assert message in error.value.message
+    assert error.value.hint
 
 
 def test_override_of_layers_is_checked(tmp_path: Path) -> None:
     folder, target = made().write(tmp_path / "a"), Target()
-    for ids in ((3, 2, 9), (2, 2, 9), (2, 6, 13), (-1, 6, 9)):
+    for ids in ((3, 2, 9), (2, 2, 9), (2, 6, 14), (-1, 6, 9)):
         with pytest.raises(EagleError, match="do not fit a target of 12 layers"):
             load_head(folder, target, HeadSettings(layer_ids=ids))
     with pytest.raises(EagleError, match="which is not 2 layers"):
@@ -259,15 +266,16 @@ def test_incomplete_folders(tmp_path: Path) -> None:
     folder = head.write(tmp_path / "bare")
     (folder / "model.safetensors").unlink()
     with pytest.raises(
-        EagleError, match=r"no weights in .*bare: expected model\.safetensors or pytorch_model\.bin"
+        EagleError, match=r"bare: no weights: expected model\.safetensors or pytorch_model\.bin"
     ):
         load_head(folder, head.target)
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(head.tensors, "b.safetensors")}))
-    with pytest.raises(EagleError, match=r"b\.safetensors is missing"):
+    with pytest.raises(EagleError, match=r"lists b\.safetensors, not found"):
         load_head(folder, head.target)
-    save_file({"other": torch.ones(1)}, folder / "b.safetensors")
-    with pytest.raises(EagleError, match=r"has no .* \(named in model\.safetensors\.index\.json\)"):
+    rest = {name: tensor for name, tensor in head.tensors.items() if name != "norm.weight"}
+    save_file(rest, folder / "b.safetensors")
+    with pytest.raises(EagleError, match=r"has no norm\.weight"):
         load_head(folder, head.target)
     index.write_text(json.dumps({"weight_map": {"fc.weight": "../whole.safetensors"}}))
     with pytest.raises(EagleError, match=r"points outside its folder: \.\./whole\.safetensors"):
@@ -280,3 +288,12 @@ def test_broken_config(content: str, tmp_path: Path) -> None:
     (folder / "config.json").write_text(content)
     with pytest.raises(EagleError, match=r"config\.json: (not readable as JSON|expected a JSON object)"):
         load_head(folder, Target())
+
+
+def test_every_refusal_says_what_to_do() -> None:
+    package = Path(heads.__file__).parent
+    for module in (*package.glob("*.py"), package.parent / "models/head.py"):
+        calls = [node for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.Call)]
+        raised = [call for call in calls if getattr(call.func, "id", "") == "EagleError"]
+        without = [call.lineno for call in raised if "hint" not in {word.arg for word in call.keywords}]
+        assert not without, (module, without)

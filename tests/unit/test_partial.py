@@ -248,7 +248,7 @@ def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
 def test_a_run_that_begins_as_another_ends_keeps_its_folder(tmp_path: Path) -> None:
     with BundleWriter(tmp_path / "b") as writer:
         writer.finish(**fill(writer))
-        other = Partial(tmp_path / "b", IDENTITY)
+        other = Partial(tmp_path / "b", IDENTITY, force=True)
         other.enter()
     assert other.folder.is_dir()
     other.leave(keep=False)

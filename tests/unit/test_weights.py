@@ -31,11 +31,17 @@ def write_folder(folder: Path, names: tuple[str, ...] = ("model.safetensors",)) 
     return folder
 
 
+def write_index(folder: Path, *names: str, of: str = "model.safetensors") -> None:
+    index = {"weight_map": {f"w{number}": name for number, name in enumerate(names)}}
+    (folder / f"{of}.index.json").write_text(json.dumps(index))
+
+
 # --- folders --------------------------------------------------------------------------------------------
 
 
 def test_a_folder_is_known_by_its_config_and_weights(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "m", ("a.safetensors", "b.safetensors"))
+    write_index(folder, "a.safetensors", "b.safetensors")
     lines = "".join(
         f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n"
         for name in ("a.safetensors", "b.safetensors", "config.json")
@@ -43,6 +49,7 @@ def test_a_folder_is_known_by_its_config_and_weights(tmp_path: Path) -> None:
     identity = weights.folder_identity(folder)
     assert identity == hashlib.sha256(lines.encode()).hexdigest()
     (folder / "README.md").write_text("not part of it")
+    save_file({"w": torch.ones(9)}, folder / "consolidated.safetensors")
     assert weights.folder_identity(folder) == identity
     save_file({"w": torch.ones(9)}, folder / "b.safetensors")
     assert weights.folder_identity(folder) != identity
@@ -52,8 +59,9 @@ def test_whole_folders_pass(tmp_path: Path) -> None:
     weights.check_folder(write_folder(tmp_path / "m"))
     shards = ("model-1.safetensors", "model-2.safetensors")
     sharded = write_folder(tmp_path / "s", shards)
-    index = {"weight_map": {"w0": shards[0], "w1": shards[1]}}
-    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_index(sharded, *shards)
+    write_index(sharded, "pytorch_model-1.bin", of="pytorch_model.bin")  # shards that are not fetched
+    (sharded / "consolidated.safetensors").write_bytes(b"a file that is not read need not be whole")
     weights.check_folder(sharded)
     (sharded / shards[1]).unlink()
     with pytest.raises(EagleError, match=r"index\.json lists model-2\.safetensors, not found"):
@@ -69,9 +77,9 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
         with pytest.raises(EagleError, match=r"model\.safetensors: not a whole safetensors file"):
             weights.check_folder(folder)
     file.unlink()
-    with pytest.raises(EagleError, match="no weights") as caught:
+    with pytest.raises(EagleError, match=r"no weights: expected model\.safetensors or") as caught:
         weights.check_folder(folder)
-    assert "model.safetensors" in caught.value.hint
+    assert "beside config.json" in caught.value.hint
     (folder / "config.json").write_text("{")
     with pytest.raises(EagleError, match=r"config\.json: not readable as JSON"):
         weights.check_folder(folder)
@@ -216,19 +224,73 @@ def test_an_unwritable_cache_is_explained(tmp_path: Path, monkeypatch: pytest.Mo
     assert "writable" in caught.value.hint
 
 
-def test_files_that_the_model_is_not_made_of_do_not_count(tmp_path: Path) -> None:
-    """Mistral's folders hold everything a second time, as consolidated.safetensors."""
+WHOLE, SHARDS = "model.safetensors", ("m-1.safetensors", "m-2.safetensors")
+BIN, BIN_SHARDS = "pytorch_model.bin", ("p-1.bin", "p-2.bin")
 
-    def made_of() -> list[str]:
-        return [path.name for path in weights.model_files(tmp_path)]
 
-    for name in ("consolidated", "model-1", "model-2"):
-        (tmp_path / f"{name}.safetensors").write_bytes(b"")
-    assert made_of() == ["consolidated.safetensors", "model-1.safetensors", "model-2.safetensors"]
-    index = {
-        "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-1.safetensors"}
-    }
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert made_of() == ["model-1.safetensors", "model-2.safetensors"]
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    assert made_of() == ["model.safetensors"]
+@pytest.mark.parametrize(
+    ("there", "indices", "made_of"),
+    [
+        ([WHOLE], [], [WHOLE]),
+        ([*SHARDS], [WHOLE], [*SHARDS]),
+        ([BIN], [], [BIN]),
+        ([*BIN_SHARDS], [BIN], [*BIN_SHARDS]),
+        # Others beside them: Mistral's consolidated file, old shards, both layouts.
+        ([WHOLE, "consolidated.safetensors", "original.bin"], [], [WHOLE]),
+        ([*SHARDS, "consolidated.safetensors", "m-3.safetensors"], [WHOLE], [*SHARDS]),
+        ([WHOLE, *SHARDS, BIN], [WHOLE, BIN], [WHOLE]),
+        ([*SHARDS, BIN], [WHOLE], [*SHARDS]),
+        ([*SHARDS], [WHOLE, BIN], [*SHARDS]),
+        ([BIN, "adapter_model.safetensors"], [], [BIN]),
+        ([BIN, *BIN_SHARDS], [BIN], [BIN]),
+    ],
+)
+def test_which_files_hold_the_weights(
+    there: list[str], indices: list[str], made_of: list[str], tmp_path: Path
+) -> None:
+    for name in there:
+        (tmp_path / name).write_bytes(b"")
+    for name in indices:
+        write_index(tmp_path, *(SHARDS if name == WHOLE else BIN_SHARDS), of=name)
+    assert [path.name for path in weights.model_files(tmp_path)] == made_of
+
+
+@pytest.mark.parametrize(
+    ("there", "index", "message"),
+    [
+        ([], None, "no weights: expected model.safetensors or pytorch_model.bin"),
+        (["consolidated.safetensors", *SHARDS], None, "no weights: expected model.safetensors"),
+        ([SHARDS[0]], {"weight_map": {"a": SHARDS[0], "b": SHARDS[1]}}, "lists m-2.safetensors, not found"),
+        ([SHARDS[0], BIN], {"weight_map": {"a": SHARDS[1]}}, "lists m-2.safetensors, not found"),
+        ([*SHARDS], {"weight_map": {}}, "has no weight_map"),
+        ([*SHARDS], {"weight_map": [*SHARDS]}, "has no weight_map"),
+        ([*SHARDS], {"weight_map": {"a": "../m-1.safetensors"}}, "points outside its folder: ../m-1"),
+    ],
+)
+def test_folders_whose_weights_are_not_known_are_refused(
+    there: list[str], index: dict[str, Any] | None, message: str, tmp_path: Path
+) -> None:
+    for name in there:
+        (tmp_path / name).write_bytes(b"")
+    if index is not None:
+        (tmp_path / f"{WHOLE}.index.json").write_text(json.dumps(index))
+    with pytest.raises(EagleError) as caught:
+        weights.model_files(tmp_path)
+    assert message in caught.value.message
+    assert caught.value.hint
+
+
+def test_pickled_weights_are_fetched_where_no_model_is_in_safetensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def snapshot(hub_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    write_index(tmp_path, *BIN_SHARDS, of=BIN)
+    weights.fetch("org/m", None)
+    assert len(asked) == 2

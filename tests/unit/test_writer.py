@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from importlib.metadata import version
 from pathlib import Path
@@ -11,8 +13,8 @@ from bundlemaker import DRAFT_VOCAB, VOCAB, byte_tokenizer, write_bundle
 from bundlewriting import fill, names, spec, write
 from safetensors.torch import save_file
 
-from eagle_export.place import check_links
-from eagle_export.writer import BundleWriter, check_place
+from eagle_export.place import check_links, check_place
+from eagle_export.writer import BundleWriter
 from eagle_run.bundle import FileEntry, load_bundle
 from eagle_run.errors import EagleError, UsageError
 from eagle_run.text import Text
@@ -143,15 +145,25 @@ def test_a_link_to_nothing_is_refused_before_anything_is_written(tmp_path: Path)
     assert names(tmp_path) == ["b", "loop"]
 
 
-def test_weights_on_another_disk_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    """A link in a cache counts as what it points to. /proc is another disk everywhere."""
+def test_weights_on_another_disk_are_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link in a cache counts as what it points to. /proc is another disk everywhere; a folder that is bound
+    into a container is one too, though its number is the same: only a link can tell."""
     (tmp_path / "here.safetensors").write_bytes(b"x")
     (tmp_path / "cached.safetensors").symlink_to("/proc/version")
     check_links([tmp_path / "here.safetensors"], tmp_path / "new/bundle")
     for file, place in (("here", "/proc/new/bundle"), ("cached", str(tmp_path / "new/bundle"))):
-        with pytest.raises(EagleError, match="on another disk") as caught:
+        with pytest.raises(EagleError, match="cannot be linked into") as caught:
             check_links([tmp_path / f"{file}.safetensors"], Path(place))
         assert "--link-weights" in caught.value.hint
+
+    def bound(*_: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", bound)
+    with pytest.raises(EagleError, match="it is on another disk"):
+        check_links([tmp_path / "here.safetensors"], tmp_path / "new/bundle")
     assert names(tmp_path) == ["cached.safetensors", "here.safetensors"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -163,3 +164,87 @@ def test_an_edit_between_hashing_and_finishing_is_caught(tmp_path: Path) -> None
     with pytest.raises(EagleError, match="edited or corrupt"):
         attempt()
     assert names(tmp_path) == []
+
+
+def come(place: Path, what: str) -> None:
+    """Something comes to a place where there was nothing."""
+    if what == "bundle":
+        write(place, "theirs")
+    else:
+        place.mkdir()
+        (place / "notes.txt").write_text("mine")
+
+
+@pytest.mark.parametrize("what", ["bundle", "files"])
+@pytest.mark.parametrize("force", [False, True])
+def test_what_came_to_the_place_meanwhile_is_kept(tmp_path: Path, *, what: str, force: bool) -> None:
+    """A build takes minutes; only a bundle goes, and only with force."""
+    place, aside = tmp_path / "b", tmp_path / "c"
+    come(aside, what)
+    before = names(aside)
+    replaces = what == "bundle" and force
+    refused = contextlib.nullcontext() if replaces else pytest.raises(EagleError, match=r"is kept|left alone")
+    with refused, BundleWriter(place, force=force, identity={"a": 1}) as writer:
+        fields = fill(writer, "ours")
+        writer.journal.record("export target", ["onnx/target.onnx"])
+        writer.keep()
+        aside.rename(place)
+        writer.finish(**fields)
+    if replaces:
+        assert names(tmp_path) == ["b"]
+        assert (place / "onnx/target.onnx").read_text() == "targetours"
+        return
+    assert names(place) == before
+    assert names(tmp_path) == ["b", "b.partial"]
+    place.rename(aside)
+    with BundleWriter(place, identity={"a": 1}) as writer:
+        assert writer.journal.recall("export target") is not None
+        writer.finish(**fill(writer, "ours"))
+    assert names(tmp_path) == ["b", "c"]
+
+
+def test_a_bundle_that_comes_back_from_a_killed_run_is_replaced_with_force_alone(tmp_path: Path) -> None:
+    write(tmp_path / "b", "old")
+    (tmp_path / "b").rename(tmp_path / "b.partial.old")
+    with pytest.raises(EagleError, match=r"the old one is .*b\.partial\.old, rename it back"):
+        load_bundle(tmp_path / "b")
+    with pytest.raises(EagleError, match="already holds a bundle"):
+        write(tmp_path / "b", "new")
+    assert names(tmp_path) == ["b"]
+    assert (tmp_path / "b/onnx/target.onnx").read_text() == "targetold"
+    write(tmp_path / "b", "new", force=True)
+    assert (tmp_path / "b/onnx/target.onnx").read_text() == "targetnew"
+
+
+@pytest.mark.skipif(not os.path.ismount("/proc"), reason="a disk of Linux")
+def test_the_top_of_a_disk_is_refused_before_anything_is_written() -> None:
+    """A folder can be renamed neither to it nor away from it: found after the whole build otherwise."""
+    with pytest.raises(EagleError, match=r"/proc is the top of a disk(.|\n)*--out /proc/bundle"):
+        BundleWriter("/proc").__enter__()
+
+
+def test_a_bundle_that_is_replaced_while_it_is_copied_is_not_taken_for_the_old_one(tmp_path: Path) -> None:
+    write(tmp_path / "b", "old")
+    old = load_bundle(tmp_path / "b")
+    write(tmp_path / "b", "new", force=True)
+    refused = pytest.raises(EagleError, match="b was replaced while it was read")
+    with refused, BundleWriter(tmp_path / "c") as writer:
+        writer.adopt(old)
+    assert names(tmp_path) == ["b"]
+
+
+def test_a_disk_so_full_that_not_even_the_journal_can_be_written_keeps_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    refused = pytest.raises(EagleError, match="the disk is full; what was finished was kept")
+    with refused, BundleWriter(tmp_path / "b", identity={"a": 1}) as writer:
+        writer.file("onnx/target.onnx").write_bytes(b"target")
+        writer.journal.record("export target", ["onnx/target.onnx"])
+        monkeypatch.setattr(os, "fsync", full)
+        writer.journal.record("export fuse")
+    monkeypatch.undo()
+    with BundleWriter(tmp_path / "b", identity={"a": 1}) as writer:
+        assert writer.journal.recall("export target") is not None
