@@ -44,8 +44,9 @@ demo: venv
 		$(BIN)/eagle-export build --target smollm2-135m --head eagle3 --out $(BUNDLE) --force
 	$(BIN)/eagle-run generate $(BUNDLE) --prompt "$(PROMPT)" --max-new-tokens 128 --compare
 
+# A file's tests stay in one process, for what they share is built once there. A process takes up to 3 GB.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: venv
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""What is said about a head over what its checkpoint says: by `--head-layer-ids`, `--head-set`, recipes."""
+"""What overrides a head's own config.json: `--head-layer-ids`, `--head-set`, recipes."""
 
 from __future__ import annotations
 

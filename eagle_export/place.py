@@ -24,9 +24,9 @@ def check_links(files: Iterable[Path], place: Path) -> None:
     into a container is as good as another disk.
     """
     probe = _existing(place) / f".eagle-export-{os.getpid()}"
-    for folder, file in {file.resolve().parent: file for file in files}.items():
+    for file in {file.resolve().parent: file for file in files}.values():
         try:
-            os.link(folder / file.resolve().name, probe)
+            os.link(file.resolve(), probe)
             probe.unlink()
         except OSError as error:
             why = "it is on another disk" if error.errno == errno.EXDEV else error.strerror
@@ -55,7 +55,10 @@ def _existing(path: Path) -> Path:
 def check_place(path: Path, *, force: bool) -> None:
     """Raises EagleError unless a bundle may be written to `path`: free, empty, or a bundle to be replaced."""
     if path.is_file():
-        raise EagleError(f"{path} is a file; expected a folder to write the bundle to")
+        raise EagleError(
+            f"{path} is a file; expected a folder to write the bundle to",
+            hint="choose another place with --out",
+        )
     if path.is_symlink() and not path.exists():  # a folder cannot be renamed over it
         raise EagleError(
             f"{path} is a link to nothing: expected a folder, or a free name",

@@ -186,7 +186,7 @@ def _find(manifest: Manifest, part: str, info: TargetInfo | HeadInfo) -> str:
     if recipes.HUB_ID.fullmatch(hub_id):
         return hub_id
     raise EagleError(
-        f"the {part} of bundle {manifest.name} was not yet seen on this machine: {info.source}, "
+        f"the {part} of bundle {manifest.name} was not found on this machine: {info.source}, "
         f"sha256 {info.sha256[:12]}…",
         hint=f"say where it is with --{part}",
     )

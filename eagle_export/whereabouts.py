@@ -30,7 +30,7 @@ def recall(sha256: str) -> Path | None:
         folder = Path(os.fsdecode(_entry(sha256).read_bytes()))
     except OSError:
         return None
-    return folder if (folder / "config.json").is_file() else None
+    return folder if folder.is_absolute() and (folder / "config.json").is_file() else None
 
 
 def _entry(sha256: str) -> Path:

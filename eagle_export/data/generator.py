@@ -127,6 +127,7 @@ def _of_bundle(path: str, place: Place, max_seq_len: int, log: Callable[[str], N
         )
     session = Session(opened.graphs, batch=place.batch, device=opened.device, precision=opened.precision)
     text = Text.load(bundle.tokenizer_dir)
+    bundle.check_unchanged()
     return Generator(
         decoder=Decoder(session, max_seq_len=max_seq_len, chunk=limits.prefill_chunk),
         text=text,

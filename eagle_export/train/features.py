@@ -99,7 +99,7 @@ class Cached:
         self.samples, self.layers, self.max_length = samples, layers, max_length
         self._files = [safe_open(path, framework="pt") for path in files]
         # Files that do not say their layers are of a time when they had to be the very ones.
-        self._stored = [_said(file).layers or layers for file in self._files]
+        self._stored = [_metadata(file).layers or layers for file in self._files]
 
     def batch(self, numbers: Sequence[int], device: torch.device) -> Batch:
         tokens, answers = _side_by_side(self.samples, numbers, self.max_length)
@@ -126,17 +126,17 @@ class Cached:
 
 
 @dataclass(frozen=True)
-class _Said:
+class _Metadata:
     """What a file says of its features: their layers, and a hash of all else that decides them."""
 
     layers: tuple[int, ...] = ()
     content: str = ""
 
 
-def _said(file: Any) -> _Said:
+def _metadata(file: Any) -> _Metadata:
     facts = file.metadata() or {}
     layers = tuple(int(layer) for layer in facts.get("layers", "").split(",") if layer)
-    return _Said(layers, facts.get("content", ""))
+    return _Metadata(layers, facts.get("content", ""))
 
 
 def _name(shard: Shard, target_sha256: str, target: TargetFeatures, layers: str, max_length: int) -> str:
@@ -161,9 +161,9 @@ def cache_files(
     wider: dict[str, Path] = {}  # by content
     for path in sorted(folder.glob("*.safetensors")):
         with suppress(OSError, ValueError, SafetensorError), safe_open(path, framework="pt") as file:
-            said = _said(file)
-            if said.content and set(target.layers) <= set(said.layers):
-                wider[said.content] = path
+            kept = _metadata(file)
+            if kept.content and set(target.layers) <= set(kept.layers):
+                wider[kept.content] = path
     files = []
     for shard in samples.shards:
         of = partial(_name, shard, target_sha256, target, max_length=max_length)
@@ -204,9 +204,9 @@ def fill(
         def progress(count: int, name: str = shard.name, before: int = done) -> None:
             on_progress((before + count) / tokens, f"{before + count:,} of {tokens:,} tokens ({name})")
 
-        said = {"layers": ",".join(map(str, target.layers))}
-        said["content"] = _name(shard, target_sha256, target, "any", max_length)
-        _write(path, _shard_rows(shard, target, max_length, progress), said)
+        content = _name(shard, target_sha256, target, "any", max_length)
+        metadata = {"layers": ",".join(map(str, target.layers)), "content": content}
+        _write(path, _shard_rows(shard, target, max_length, progress), metadata)
         done += len(shard.tokens)
 
 
@@ -234,12 +234,12 @@ def _shard_rows(
     return Rows(features, last, best)
 
 
-def _write(path: Path, rows: Rows, said: dict[str, str]) -> None:
+def _write(path: Path, rows: Rows, metadata: dict[str, str]) -> None:
     from safetensors.torch import save_file
 
     tensors = {"features": rows.features, "last": rows.last, "best": rows.best}
     with whole_file(path) as temporary:
-        save_file(tensors, temporary, metadata=said)
+        save_file(tensors, temporary, metadata=metadata)
 
 
 def _side_by_side(samples: Samples, numbers: Sequence[int], max_length: int) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,9 @@ def check_origin(
     if not unsigned:
         return
     hits, rows = agreement(samples, unsigned[:: -(-len(unsigned) // _SAMPLE)], target, max_length)
-    share = hits / max(1, rows)
+    if not rows:
+        return
+    share = hits / rows
     files = sorted({shard.name.partition("[")[0] for shard in samples.shards if not shard.signed})
     names = ", ".join(files[:3]) + (" and more" if len(files) > 3 else "")
     note(

@@ -48,7 +48,7 @@ def run_cli(
         error.show()
         return _document(as_json, error.exit_code, error.format_message())
     except (KeyboardInterrupt, click.Abort) as error:
-        exec("")  # takes back that Python ends with another code after an interrupt inside any exec("...")
+        exec("")  # an interrupt inside an exec() makes Python end by the signal; one that ends well undoes it
         if said := str(error) or interrupted:
             click.echo(said, err=True)
         return _document(as_json, _INTERRUPTED, said)

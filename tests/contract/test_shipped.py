@@ -61,14 +61,12 @@ def test_weights_are_found_where_they_were_last_seen(
     manifest = load_bundle(bundle).manifest
     assert reference_of(manifest).draft is not None
     target, head = (folder.rename(tmp_path / folder.name) for folder in sources)
-    fails(
-        cli("verify", bundle, *QUICK), 1, "the target", "not yet seen on this machine: my-target", "--target"
-    )
+    fails(cli("verify", bundle, *QUICK), 1, "the target", "not found on this machine: my-target", "--target")
     fails(cli("verify", bundle, "--target", target, *QUICK), 1, "the head", "my-head, sha256", "--head")
     assert cli("verify", bundle, "--target", target, "--head", head, *QUICK).code == 0
     assert reference_of(manifest).draft is not None
     bundle = elsewhere(bundle, tmp_path / "other", monkeypatch)
-    fails(cli("verify", bundle, *QUICK), 1, "the target", "not yet seen on this machine")
+    fails(cli("verify", bundle, *QUICK), 1, "the target", "not found on this machine")
 
 
 def test_other_weights_at_the_place_are_noticed(cli: Cli, sources: tuple[Path, Path], tmp_path: Path) -> None:
@@ -99,6 +97,4 @@ def test_manifests_that_tell_folders_are_read_and_no_more_written(
     assert new.manifest.target.source == "my-target"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty again"))
     old = with_folders(bundle, tmp_path / "gone", tmp_path / "gone too")
-    fails(
-        cli("verify", old.path, *QUICK), 1, "the target", f"not yet seen on this machine: {tmp_path / 'gone'}"
-    )
+    fails(cli("verify", old.path, *QUICK), 1, "the target", f"not found on this machine: {tmp_path / 'gone'}")

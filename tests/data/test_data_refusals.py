@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +46,22 @@ def test_engines_have_a_largest_batch(tiny_bundle: Path, monkeypatch: pytest.Mon
     most = load_bundle(tiny_bundle).manifest.limits.max_batch
     with pytest.raises(UsageError, match=f"--batch {most + 1} passes the {most} that the engines"):
         open_generator(str(tiny_bundle), Place(batch=most + 1), 64, lambda _: None)
+
+
+def test_a_bundle_that_is_replaced_while_it_is_opened(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data would be made by one target and signed by another."""
+    bundle, load = shutil.copytree(tiny_bundle, tmp_path / "b"), eagle_run.open_graphs.open_graphs
+
+    def replaced(*arguments: Any, **options: Any) -> Any:
+        manifest = json.loads((bundle / "manifest.json").read_text())
+        (bundle / "manifest.json").write_text(json.dumps({**manifest, "name": "another"}))
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(eagle_run.open_graphs, "open_graphs", replaced)
+    with pytest.raises(EagleError, match="was replaced while it was read"):
+        open_generator(str(bundle), Place(), 64, lambda _: None)
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny import write_head
 from trainset import TALKS, VOCAB, WIDTH, batch_of, head_of, request_of, spec_of, write_npz
 from updater import Given
 
@@ -86,6 +88,17 @@ def test_a_target_that_caps_its_logits_is_refused(tiny_target: Path, tmp_path: P
     data = write_npz(tmp_path / "d.npz", TALKS, [1, 1, 1])
     with pytest.raises(UsageError, match="final_logit_softcapping"):
         train(request_of(target, data, tmp_path / "head"), Report(quiet=True))
+    assert not (tmp_path / "head").exists()
+
+
+def test_a_head_that_reads_the_last_layer_is_not_trained_further(tiny_target: Path, tmp_path: Path) -> None:
+    """Of three layers it names the first and the last: ids 1 and, in front of the final norm, 4."""
+    head = write_head(tmp_path / "given", tiny_target, layer_ids=(0, 2))
+    data = write_npz(tmp_path / "d.npz", TALKS, [1, 1, 1])
+    request = replace(request_of(tiny_target, data, tmp_path / "head"), init=str(head))
+    with pytest.raises(UsageError, match=r"last layer \(ids \[1, 4\]\), expected ids below 3") as refused:
+        train(request, Report(quiet=True))
+    assert refused.value.hint == "begin with --init target or random"
     assert not (tmp_path / "head").exists()
 
 

@@ -156,6 +156,10 @@ def test_data_that_names_no_target_is_judged_by_the_target(tmp_path: Path) -> No
     assert "of 5 tokens of its answers 100%" in said
 
 
+def test_data_without_answers_is_not_judged(tmp_path: Path) -> None:
+    assert told_of(load_samples([write_npz(tmp_path / "d.npz", [[5] * 9], [8])], vocab_size=20)) == []
+
+
 def test_an_npz_may_name_its_target(tmp_path: Path) -> None:
     npz = write_npz(tmp_path / "d.npz", TALKS, PROMPTS)
     with np.load(npz) as file:

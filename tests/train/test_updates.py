@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from updater import update
+from updater import LENGTHS, update
 
 TESTS = Path(__file__).parents[1]
 
@@ -38,6 +38,13 @@ def test_unequal_halves_make_the_update_of_the_whole(whole: dict[str, Tensor]) -
 
 def test_single_conversations_make_the_update_of_the_whole(whole: dict[str, Tensor]) -> None:
     assert_same(update(batch_tokens=30, accumulate=3), whole)  # the short ones share a batch
+
+
+def test_an_update_without_answers_changes_nothing() -> None:
+    """As of conversations that --max-length cuts inside their prompts: no division by their number."""
+    found = update(batch_tokens=60, accumulate=2, prompts=LENGTHS)
+    assert len(found) > 2
+    assert {name: float(value.abs().max()) for name, value in found.items()} == dict.fromkeys(found, 0.0)
 
 
 def test_two_workers_make_the_update_of_the_whole(whole: dict[str, Tensor], tmp_path: Path) -> None:

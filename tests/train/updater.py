@@ -31,7 +31,7 @@ class Given:
         return Batch(*(part[chosen].to(device) for part in parts))
 
 
-def update(batch_tokens: int, accumulate: int) -> dict[str, Tensor]:
+def update(batch_tokens: int, accumulate: int, prompts: list[int] = PROMPTS) -> dict[str, Tensor]:
     """loss [1], rows [1] and one gradient a weight, of the first update over all conversations."""
     spec = spec_of()
     fuse, draft = head_of(spec, scale=4)
@@ -41,7 +41,7 @@ def update(batch_tokens: int, accumulate: int) -> dict[str, Tensor]:
     settings = TrainSettings(steps=3, clip=1e9, max_updates=1, **sizes)
     trainer = Trainer(
         Objective(fuse, draft, lm_head, own, settings),
-        source=Given(batch_of(spec, LENGTHS, PROMPTS)),
+        source=Given(batch_of(spec, LENGTHS, prompts)),
         lengths=torch.tensor(LENGTHS),
         numbers=torch.arange(4),
         settings=settings,

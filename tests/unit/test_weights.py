@@ -141,6 +141,11 @@ def test_pickled_weights_are_fetched_only_without_safetensors(
     assert weights.fetch("org/m", None) == tmp_path
     assert ["pytorch_model*.bin" in patterns for patterns in asked] == [False, True]
     asked.clear()
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")  # no model is in it
+    write_index(tmp_path, *BIN_SHARDS, of=BIN)
+    weights.fetch("org/m", None)
+    assert len(asked) == 2
+    asked.clear()
     write_folder(tmp_path)
     weights.fetch("org/m", None)
     assert len(asked) == 1
@@ -278,19 +283,3 @@ def test_folders_whose_weights_are_not_known_are_refused(
         weights.model_files(tmp_path)
     assert message in caught.value.message
     assert caught.value.hint
-
-
-def test_pickled_weights_are_fetched_where_no_model_is_in_safetensors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[list[str]] = []
-
-    def snapshot(hub_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
-        asked.append(allow_patterns)
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
-    write_index(tmp_path, *BIN_SHARDS, of=BIN)
-    weights.fetch("org/m", None)
-    assert len(asked) == 2
