@@ -28,7 +28,7 @@ _LOADED = (550e6, 1.25)  # once, by byte of weights: as they are read, or conver
 _COMPILE = (280e6, 12e6, 3.0)  # once, by layer, by byte of weights
 # Seconds.
 # Importing libraries and checking; tracing; hashing what is read; converting and writing what is not linked.
-_EXPORT_SECONDS = (20.0, 1.2, 1.0, 2.5)  # once, by layer, by GB that is hashed, by GB that is written
+_EXPORT_SECONDS = (12.0, 0.2, 1.25, 3.5)  # once, by layer, by GB that is hashed, by GB that is written
 _CALIBRATE_SECONDS = (0.0, 50.0)  # once, by GB of weights in fp32
 _MEASURE_SECONDS = (10.0, 60.0)  # likewise
 _COMPILE_SECONDS = (2.5, 0.25, 3.0)  # by graph, by layer and profile, by GB of weights
