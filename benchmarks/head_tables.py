@@ -11,7 +11,7 @@ RUNS = {
     "eagle1": "EAGLE-1: regress the feature, one step",
     "hass": "HASS: three aligned steps, regression and top-K distillation",
     "free_one": "EAGLE-1's head without the feature constraint, one step",
-    "free_ttt": "… with training-time test, 4 steps",
+    "free_ttt": "EAGLE-1's head without the feature constraint, 4 steps",
     "top_ttt": "EAGLE-3's head on the high feature alone, 4 steps",
     "fused_ttt": "EAGLE-3: low, middle and high features, 4 steps",
     "fused_one": "EAGLE-3 without training-time test",

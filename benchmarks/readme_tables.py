@@ -223,7 +223,10 @@ PAGES: dict[str, dict[str, Tables]] = {
         "head_smollm2": {"head": head_table},
     },
     "recipes/smollm2-135m/eagle3/README.md": {"head_smollm2": {"head": head_table}},
-    "docs/training.md": {"ablation_smollm2": {"ablation": ablation_table}},
+    "docs/training.md": {
+        "ablation_smollm2": {"ablation": ablation_table},
+        "ablation_smollm2_long": {"ablation_long": ablation_table},
+    },
 }
 
 
