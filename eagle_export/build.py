@@ -132,14 +132,14 @@ def _export(
     plan: Plan, quantization: Quantization | None, folder: Path, report: Report, journal: Partial
 ) -> dict[str, GraphSpec]:
     """Writes the graphs that are not there yet and checks them all. Weights are read as they are written."""
+    from eagle_export.graphs.files import data_files
+
     names = ["target"]
     if plan.loaded is not None:
         names += ["fuse", "draft"] if plan.loaded.spec.has_fuse else ["draft"]
     links = _links(plan)
     known = {name: recall_graph(journal, name, quantization) for name in names}
     specs = {name: spec for name, spec in known.items() if spec is not None}
-    from eagle_export.graphs.files import data_files
-
     if len(specs) < len(names):
         from eagle_export.reference import DTYPES, load_hollow
 

@@ -29,11 +29,16 @@ def check_links(files: Iterable[Path], place: Path) -> None:
             os.link(file.resolve(), probe)
             probe.unlink()
         except OSError as error:
-            why = "it is on another disk" if error.errno == errno.EXDEV else error.strerror
-            raise EagleError(
-                f"{file} cannot be linked into {place}: {why}",
-                hint="choose a place on the checkpoint's own disk with --out, or leave out --link-weights",
-            ) from None
+            raise no_link(file, place, error) from None
+
+
+def no_link(file: Path, folder: Path, error: OSError) -> EagleError:
+    """What `error` says of a hard link to `file` that was to be made in `folder`."""
+    why = "it is on another disk" if error.errno == errno.EXDEV else error.strerror
+    return EagleError(
+        f"{file} cannot be linked into {folder}: {why}",
+        hint="choose a place on the checkpoint's own disk with --out, or leave out --link-weights",
+    )
 
 
 def check_writable(path: Path) -> None:

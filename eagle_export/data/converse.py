@@ -15,7 +15,7 @@ from eagle_export.data.conversation import Conversation, Record
 from eagle_export.data.conversations import Prompt
 from eagle_export.data.generator import Generator, Reply
 from eagle_export.data.openings import Openings
-from eagle_export.data.quality import is_empty, loop_start, until_loop, without_loop
+from eagle_export.data.quality import is_empty, until_loop, without_loop
 from eagle_export.data.settings import (
     ANSWER,
     PROMPTS,
@@ -135,8 +135,8 @@ class Host:
     def _hear(self, talk: Conversation, reply: Reply, harvest: Harvest) -> bool:
         """An answer goes into the conversation; whether it goes on."""
         tokens, loops = reply.tokens, self.settings.loops
-        looped = loops != "keep" and loop_start(tokens) is not None
-        kept = without_loop(tokens) if looped else tokens
+        kept = tokens if loops == "keep" else without_loop(tokens)
+        looped = len(kept) < len(tokens)
         reason = None
         if is_empty(self.generator.text.decode(kept)):
             reason = "empty answer"

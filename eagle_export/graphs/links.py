@@ -7,7 +7,6 @@ space, outlives a checkpoint that is moved or removed, and a copy of the folder 
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,9 +15,9 @@ from pathlib import Path
 import onnx_ir as ir
 
 from eagle_export.graphs.stream import Streamed
+from eagle_export.place import no_link
 from eagle_export.stored import Place
 from eagle_export.weigh import SMALLEST_LINK
-from eagle_run.errors import EagleError
 from eagle_run.hashing import file_sha256, remember_sha256
 
 
@@ -86,8 +85,4 @@ def link(source: Path, name: Path) -> None:
         os.link(source, name)
         remember_sha256({name: file_sha256(source)})  # 140 GB need not be hashed again
     except OSError as error:
-        why = "it is on another disk" if error.errno == errno.EXDEV else error.strerror
-        raise EagleError(
-            f"{source} cannot be linked into {name.parent}: {why}",
-            hint="choose a place on the checkpoint's own disk with --out, or leave out --link-weights",
-        ) from error
+        raise no_link(source, name.parent, error) from error
