@@ -47,6 +47,19 @@ def test_an_update_without_answers_changes_nothing() -> None:
     assert {name: float(value.abs().max()) for name, value in found.items()} == dict.fromkeys(found, 0.0)
 
 
+def test_bf16_halves_make_the_update_of_the_whole_within_its_rounding() -> None:
+    """bfloat16 keeps 8 bits: a gradient that is summed in other groups moves by a few parts in a hundred."""
+    whole = update(batch_tokens=120, accumulate=1, precision="bf16")
+    halves = update(batch_tokens=60, accumulate=2, precision="bf16")
+    exact = update(batch_tokens=120, accumulate=1, precision="fp32")
+    assert halves["rows"] == whole["rows"] == exact["rows"]
+    for name in whole.keys() - {"rows"}:
+        size = exact[name].abs().max()
+        assert (halves[name] - whole[name]).abs().max() <= 0.02 * size, name
+        assert (whole[name] - exact[name]).abs().max() <= 0.05 * size, name
+    assert not torch.equal(whole["loss"], exact["loss"])  # so it was bfloat16
+
+
 def test_two_workers_make_the_update_of_the_whole(whole: dict[str, Tensor], tmp_path: Path) -> None:
     """As torchrun starts them, with one batch and with two for each."""
     with socket.socket() as free:

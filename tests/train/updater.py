@@ -31,14 +31,19 @@ class Given:
         return Batch(*(part[chosen].to(device) for part in parts))
 
 
-def update(batch_tokens: int, accumulate: int, prompts: list[int] = PROMPTS) -> dict[str, Tensor]:
-    """loss [1], rows [1] and one gradient a weight, of the first update over all conversations."""
+def update(
+    batch_tokens: int, accumulate: int, prompts: list[int] = PROMPTS, precision: str = "fp32"
+) -> dict[str, Tensor]:
+    """loss [1], rows [1] and one gradient a weight, of the first update over all conversations.
+
+    The precision is always said: left to itself the trainer takes bf16 on processors with AMX.
+    """
     spec = spec_of()
     fuse, draft = head_of(spec, scale=4)
     lm_head = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(3))
     own = torch.arange(VOCAB).clamp(max=19)
     sizes = {"batch_tokens": batch_tokens, "accumulate": accumulate}
-    settings = TrainSettings(steps=3, clip=1e9, max_updates=1, **sizes)
+    settings = TrainSettings(steps=3, clip=1e9, max_updates=1, precision=precision, **sizes)
     trainer = Trainer(
         Objective(fuse, draft, lm_head, own, settings),
         source=Given(batch_of(spec, LENGTHS, prompts)),
