@@ -187,7 +187,7 @@ def _compiled(step: dict[str, Any], weights: dict[str, int], seen: set[str]) -> 
 def _environment() -> dict[str, Any]:
     from importlib.metadata import version
 
-    from eagle_run.environment import environment
+    from eagle_run.backends.environment import environment
 
     return {**environment(0), "tensorrt_rtx": version("tensorrt-rtx")}
 

@@ -78,8 +78,8 @@ class Run:
     @property
     def engine(self) -> Any:
         if self._engine is None:
-            from eagle_run.engine import open_engine
-            from eagle_run.environment import environment
+            from eagle_run.backends.environment import environment
+            from eagle_run.engine.opening import open_engine
 
             self._engine = open_engine(self.bundle, device="cpu", threads=self.options["threads"])
             self.results["environment"] = environment(self.options["threads"])
@@ -87,7 +87,7 @@ class Run:
 
     @property
     def threads(self) -> int:
-        from eagle_run.environment import cores
+        from eagle_run.backends.environment import cores
 
         return self.options["threads"] or cores()
 
@@ -96,7 +96,7 @@ class Run:
         self.out.write_text(json.dumps(self.results, indent=1) + "\n")
 
     def questions(self, name: str, limit: int) -> list[Any]:
-        from eagle_run.dataset import read_questions
+        from eagle_run.datasets import read_questions
 
         return read_questions(self.data / f"{name}.jsonl", limit=limit)
 
@@ -168,7 +168,7 @@ class Run:
     def baselines(self) -> dict[str, Any]:
         """Plain decoding, float32: ours, Transformers, onnxruntime-genai; by prompt, the order rotating."""
         from benchmarks import baselines
-        from eagle_export.recipe import resolve_target
+        from eagle_export.reference.recipe import resolve_target
 
         folder = resolve_target("smollm2-135m").folder
         prompts = [self.engine.request(q.turns[0]).prompt for q in self.questions("mt_bench", 8)]
@@ -204,8 +204,8 @@ class Run:
 
     def trees(self) -> list[dict[str, Any]]:
         """Each tree against plain decoding on the first MT-bench questions at T=0, best first."""
-        from eagle_run.bench import bench
-        from eagle_run.tree_spec import parse_spec
+        from eagle_run.bench.runner import bench
+        from eagle_run.decoding.tree_spec import parse_spec
 
         rows = []
         for spec in TREES:
@@ -227,9 +227,9 @@ class Run:
 
     def sets(self) -> dict[str, Any]:
         """The question sets at T=0 and T=1 with one tree."""
-        from eagle_run.bench import bench
-        from eagle_run.sampling import SamplingSettings
-        from eagle_run.tree_spec import parse_spec
+        from eagle_run.bench.runner import bench
+        from eagle_run.decoding.sampling import SamplingSettings
+        from eagle_run.decoding.tree_spec import parse_spec
 
         spec = self.options["tree"] or self.results["trees"][0]["tree"]
         rows: dict[str, Any] = {"tree": spec}

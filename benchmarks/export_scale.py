@@ -26,7 +26,7 @@ import psutil
 
 from benchmarks import child, sparse_checkpoint
 from benchmarks.cpu import code
-from eagle_export.describe import size
+from eagle_export.inspection.describe import size
 
 WAYS = ("linked", "written", "torch")
 FILE = "export_scale.json"
@@ -133,7 +133,7 @@ def _names(value: str, known: tuple[str, ...]) -> list[str]:
 
 
 def _environment() -> dict[str, Any]:
-    from eagle_run.environment import environment
+    from eagle_run.backends.environment import environment
 
     memory = psutil.virtual_memory().total
     return {**environment(0), "memory_bytes": memory, "load": round(os.getloadavg()[0], 1)}

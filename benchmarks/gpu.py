@@ -38,8 +38,8 @@ from benchmarks.gpu_measure import copy_rate, product_rate  # noqa: E402
 from benchmarks.gpu_models import SIZES, RandomModel, random_model  # noqa: E402
 from benchmarks.gpu_report import goals, machine, table  # noqa: E402
 from benchmarks.gpu_speed import speed  # noqa: E402
+from eagle_run.decoding.tree_spec import parse_spec  # noqa: E402
 from eagle_run.errors import first_line  # noqa: E402
-from eagle_run.tree_spec import parse_spec  # noqa: E402
 
 LARGE, SMALL = "llama3.1-8b", "smollm2-135m"
 BACKENDS = ("onnxruntime", "tensorrt", "tensorrt-rtx")

@@ -13,11 +13,11 @@ from typing import Any
 
 from benchmarks.gpu_measure import Timeline
 from benchmarks.gpu_models import Measured, Setup
-from eagle_run.mismatch import find_mismatch
-from eagle_run.request import Request, Stats
-from eagle_run.sampling import SamplingSettings
-from eagle_run.tree import TreeShape
-from eagle_run.tree_spec import parse_spec
+from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.tree import TreeShape
+from eagle_run.decoding.tree_spec import parse_spec
+from eagle_run.engine.mismatch import find_mismatch
+from eagle_run.engine.request import Request, Stats
 
 PLAIN = TreeShape.plain()
 GREEDY = SamplingSettings()

@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu_decode import Budget, Plan, equality, natural, sampling
 from benchmarks.gpu_models import Setup
 from benchmarks.gpu_speed import speed
-from eagle_run.tree_spec import parse_spec, spec_of
+from eagle_run.decoding.tree_spec import parse_spec, spec_of
 
 QUESTIONS = (
     "How do plants turn sunlight into food? Explain it in a few sentences.",
@@ -51,7 +51,7 @@ def measure_engines(
 
 def _load(folder: Path, backend: str, device: str) -> tuple[Setup, str | None]:
     """The bundle as something to measure, and the spec of its own tree."""
-    from eagle_run.engine import open_engine  # reads manifests, for which not every machine has the library
+    from eagle_run.engine.opening import open_engine
 
     engine = open_engine(folder, backend=backend, device=device)
     manifest, session = engine.bundle.manifest, engine.decoder.session

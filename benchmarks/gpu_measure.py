@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from eagle_run.cudagraph import CapturedRounds, Function
-from eagle_run.stream import on_stream, stream_of, wait
+from eagle_run.backends.stream import on_stream, stream_of, wait
+from eagle_run.engine.cuda_graphs import CapturedRounds, Function
 
 
 @dataclass(frozen=True)

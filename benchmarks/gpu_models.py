@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from benchmarks.gpu_measure import MeasuredRounds, wait_all
 from benchmarks.scripted_draft import Script, ScriptedDraft
-from eagle_export.eager import draft_graph, fuse_graph, target_graph
 from eagle_export.heads.spec import HeadSpec, default_feature_layers
 from eagle_export.models.head import Draft, Fuse
 from eagle_export.models.target import TargetModule
+from eagle_export.reference.eager import draft_graph, fuse_graph, target_graph
 from eagle_run.backends.base import Graph
-from eagle_run.loop import Decoder
-from eagle_run.session import Session
-from eagle_run.stream import on_stream
+from eagle_run.backends.stream import on_stream
+from eagle_run.engine.decoder import Decoder
+from eagle_run.engine.model_runner import Session
 
 
 @dataclass(frozen=True)

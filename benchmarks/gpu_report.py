@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from eagle_run.environment import environment
+from eagle_run.backends.environment import environment
 
 BUSY, OVER_GRAPHS = 0.97, 1.05
 

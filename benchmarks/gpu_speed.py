@@ -15,12 +15,12 @@ from benchmarks.gpu_decode import PLAIN, Budget, Decoded, Plan, decode, requests
 from benchmarks.gpu_measure import alone
 from benchmarks.gpu_models import Measured, Setup
 from benchmarks.scripted_draft import Script
-from eagle_run.prefill import kv_bucket
-from eagle_run.request import Request
-from eagle_run.session import Session
-from eagle_run.stream import on_stream
-from eagle_run.tree import TreeShape
-from eagle_run.tree_spec import parse_spec
+from eagle_run.backends.stream import on_stream
+from eagle_run.decoding.tree import TreeShape
+from eagle_run.decoding.tree_spec import parse_spec
+from eagle_run.engine.model_runner import Session
+from eagle_run.engine.prefill import kv_bucket
+from eagle_run.engine.request import Request
 
 
 def speed(setup: Setup, plan: Plan, batch: int, budget: Budget, rates: Mapping[str, float]) -> dict[str, Any]:

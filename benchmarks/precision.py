@@ -58,13 +58,13 @@ def main(
 
 def measure(variant: dict[str, Any], questions: Path, max_new_tokens: int, folder: Path) -> dict[str, Any]:
     """Builds the demo in one precision and compares it with float32."""
-    from eagle_export.accuracy import choose_requests, runnable_graphs
-    from eagle_export.accuracy import measure as compare
-    from eagle_export.build import build
-    from eagle_export.options import BuildOptions, Fp8Options
+    from eagle_export.pipeline.build import build
+    from eagle_export.pipeline.options import BuildOptions, Fp8Options
     from eagle_export.progress import Report
-    from eagle_export.reference import reference_of
-    from eagle_run.text import Text
+    from eagle_export.reference.modules import reference_of
+    from eagle_export.verify.accuracy import choose_requests, runnable_graphs
+    from eagle_export.verify.accuracy import measure as compare
+    from eagle_run.tokenizer import Text
 
     fp8 = Fp8Options(keep=variant.get("keep", ()), lm_head=variant.get("lm_head", False))
     options = BuildOptions(

@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from eagle_run.backends.base import Graph, GraphSpec, Run
-from eagle_run.rng import uniform
-from eagle_run.stream import on_stream, wait
+from eagle_run.backends.base import Graph, Run
+from eagle_run.backends.stream import on_stream, wait
+from eagle_run.bundle.tensors import GraphSpec
+from eagle_run.decoding.rng import uniform
 
 LIKELY, NEVER = 60.0, -60.0  # logits that no other one reaches
 

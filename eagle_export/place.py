@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from eagle_run.bundle import MANIFEST
+from eagle_run.bundle.loading import MANIFEST
 from eagle_run.errors import EagleError
 
 

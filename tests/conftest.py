@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from eagle_run.hashing import cache_dir
+from eagle_run.bundle.hashing import cache_dir
 
 if TYPE_CHECKING:
-    from trtdouble import World
+    from support.trtdouble import World
 
 ROOT = Path(__file__).parent.parent
 
@@ -58,9 +58,9 @@ def _one_thread() -> None:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     """A machine with a GPU of capability 8.9, TensorRT and TensorRT-RTX, all of them stand-ins."""
-    from trtdouble import World, double_gpu, make_library
+    from support.trtdouble import World, double_gpu, make_library
 
-    from eagle_run import open_graphs
+    from eagle_run.engine import graph_loading as open_graphs
 
     world = World()
     monkeypatch.setattr(open_graphs, "find_gpu", lambda: double_gpu(world.capability))
@@ -72,7 +72,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 @pytest.fixture(scope="session")
 def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small bundle that really decodes. Do not write into it."""
-    from tinybundle import make_bundle
+    from support.tinybundle import make_bundle
 
     return make_bundle(tmp_path_factory.mktemp("bundles") / "tiny")
 
@@ -80,7 +80,7 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Hugging Face folder of a tiny Llama."""
-    from tiny import write_target
+    from support.tiny import write_target
 
     return write_target(tmp_path_factory.mktemp("tiny") / "target")
 
@@ -88,7 +88,7 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_head(tiny_target: Path) -> Path:
     """An EAGLE-3 head that is accepted often, with three quarters of the vocabulary."""
-    from tiny import write_head
+    from support.tiny import write_head
 
     return write_head(tiny_target.parent / "head", tiny_target, draft_vocab=60)
 
@@ -96,7 +96,7 @@ def tiny_head(tiny_target: Path) -> Path:
 @pytest.fixture(scope="session")
 def random_head(tiny_target: Path) -> Path:
     """An EAGLE-3 head that knows nothing."""
-    from tiny import write_head
+    from support.tiny import write_head
 
     return write_head(tiny_target.parent / "random", tiny_target, good=False)
 
@@ -104,7 +104,7 @@ def random_head(tiny_target: Path) -> Path:
 @pytest.fixture(scope="session")
 def eagle1_head(tiny_target: Path) -> Path:
     """An EAGLE-1 head: no fuse graph, the target's own vocabulary and lm_head."""
-    from tiny import write_head
+    from support.tiny import write_head
 
     return write_head(tiny_target.parent / "eagle1", tiny_target, kind="eagle1")
 
@@ -112,7 +112,7 @@ def eagle1_head(tiny_target: Path) -> Path:
 @pytest.fixture(scope="session")
 def built_bundle(tiny_target: Path, tiny_head: Path) -> Path:
     """A bundle of the tiny target and its good head, built by the pipeline. Do not write into it."""
-    from tiny import build_bundle
+    from support.tiny import build_bundle
 
     return build_bundle(tiny_target, tiny_head, tiny_target.parent / "bundles" / "built")
 
@@ -128,8 +128,8 @@ def smollm2_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     newest = max(path.stat().st_mtime for path in sources if path.is_file())
     if built.is_file() and built.stat().st_mtime > newest:
         return built.parent
-    from eagle_export.build import build
-    from eagle_export.options import BuildOptions
+    from eagle_export.pipeline.build import build
+    from eagle_export.pipeline.options import BuildOptions
     from eagle_export.progress import Report
 
     out = tmp_path_factory.mktemp("bundles") / "smollm2-135m-eagle3"
@@ -139,8 +139,8 @@ def smollm2_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
 @pytest.fixture(scope="session")
 def smollm2_fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo bundle in fp8, calibrated on a few short answers. Do not write into it."""
-    from eagle_export.build import build
-    from eagle_export.options import BuildOptions, Fp8Options
+    from eagle_export.pipeline.build import build
+    from eagle_export.pipeline.options import BuildOptions, Fp8Options
     from eagle_export.progress import Report
 
     folder = tmp_path_factory.mktemp("fp8")

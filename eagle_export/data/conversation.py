@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from eagle_run.errors import EagleError
-from eagle_run.text import Text
+from eagle_run.tokenizer import Text
 
 Message = dict[str, str]
 _MARK = "MARKOFTHETURN"

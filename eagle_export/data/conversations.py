@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle_run.dataset import read_lines
+from eagle_run.datasets import read_lines
 from eagle_run.errors import EagleError
 
 _SHAPES = (

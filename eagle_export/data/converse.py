@@ -27,8 +27,8 @@ from eagle_export.data.settings import (
 )
 from eagle_export.data.variety import Excluded, Seen
 from eagle_export.data.writing import write_turns
-from eagle_run.request import Request
-from eagle_run.sampling import SamplingSettings
+from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.engine.request import Request
 
 _LEAST_ROOM = 8  # tokens that an answer must have room for
 

@@ -14,19 +14,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle_export import recipe as recipes
+from eagle_export.checkpoints.weights import read_config
 from eagle_export.device import device_named, multiplies_bf16
-from eagle_export.weights import read_config
-from eagle_run.engine import one_torch_thread
+from eagle_export.reference import recipe as recipes
+from eagle_run.decoding.tree import TreeShape
+from eagle_run.engine.decoder import Decoder
+from eagle_run.engine.model_runner import Session
+from eagle_run.engine.opening import one_torch_thread
+from eagle_run.engine.request import Request, Stats
 from eagle_run.errors import EagleError, UsageError
-from eagle_run.loop import Decoder
-from eagle_run.request import Request, Stats
-from eagle_run.session import Session
-from eagle_run.text import Text
-from eagle_run.tree import TreeShape
+from eagle_run.tokenizer import Text
 
 if TYPE_CHECKING:
-    from eagle_run.bundle import Bundle
+    from eagle_run.bundle.loading import Bundle
 
 _CHUNK = 256  # most prompt tokens in one forward
 _ROW_STEP = 64
@@ -107,8 +107,8 @@ def open_generator(target: str, place: Place, max_seq_len: int, log: Callable[[s
 
 
 def _of_bundle(path: str, place: Place, max_seq_len: int, log: Callable[[str], None]) -> Generator:
-    from eagle_run.bundle import load_bundle
-    from eagle_run.open_graphs import open_graphs
+    from eagle_run.bundle.loading import load_bundle
+    from eagle_run.engine.graph_loading import open_graphs
 
     if place.precision:
         raise UsageError("a bundle has its precision", hint="leave out --precision")
@@ -149,8 +149,8 @@ def _bundle_target(bundle: Bundle) -> dict[str, Any]:
 
 
 def _of_source(target: str, place: Place, max_seq_len: int) -> Generator:
-    from eagle_export.reference import DTYPES, eager_graphs, load_config, load_modules
-    from eagle_run.stream import on_stream
+    from eagle_export.reference.modules import DTYPES, eager_graphs, load_config, load_modules
+    from eagle_run.backends.stream import on_stream
 
     device = device_named(place.device)
     found = recipes.resolve_target(target)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from eagle_export.data.settings import mixed, share_of
-from eagle_run.dataset import read_text
+from eagle_run.datasets import read_text
 from eagle_run.errors import EagleError
 
 BUILT_IN = Path(__file__).with_name("openings.txt")

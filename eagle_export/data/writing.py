@@ -8,8 +8,8 @@ from eagle_export.data.conversation import Conversation, end_of_turn
 from eagle_export.data.generator import Generator, Reply
 from eagle_export.data.openings import Opening, Openings
 from eagle_export.data.settings import OPENING, WRITE, DataSettings, mixed
-from eagle_run.request import Request
-from eagle_run.sampling import SamplingSettings
+from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.engine.request import Request
 
 LONGEST_TURN = 192  # tokens; longer ones have lost their thread
 _LEAST_LETTERS = 2

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from eagle_run.backends.library import MODULES, RTX_CAPABILITIES
+from eagle_run.bundle.engine_backends import MODULES, RTX_CAPABILITIES
 from eagle_run.errors import EagleError, UsageError
 
 DEFAULT_CAPABILITIES = ("8.9", "12.0")  # GeForce RTX 40 and 50

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from eagle_export.engines.layers import LayerLog
 from eagle_export.engines.network import check_network, decompose_attention, load_graph, parse
 from eagle_run.backends.profiles import tensor_range
+from eagle_run.bundle.records import LayerSummary
 from eagle_run.errors import EagleError
-from eagle_run.records import LayerSummary
 
 if TYPE_CHECKING:
     from eagle_export.engines.request import EngineRequest

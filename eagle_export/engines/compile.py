@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from eagle_export.engines.request import CompiledEngine, EngineRequest
+from eagle_run.bundle.records import EngineInfo, EngineProfile, LayerSummary
 from eagle_run.errors import EagleError
-from eagle_run.records import EngineInfo, EngineProfile, LayerSummary
 
 OnProgress = Callable[[float, str], None]  # share done (0 to 1), what is going on
 _MEMORY_PER_WEIGHT_BYTE = 3.2  # resident memory of a build, from builds of 0.1 to 1.5 billion parameters

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from eagle_run.records import LayerSummary
+from eagle_run.bundle.records import LayerSummary
 
 TYPES = {"Half": "fp16", "BFloat16": "bf16", "Float": "fp32", "FP8": "fp8", "E4M3": "fp8"}
 _PROFILE = re.compile(r"\[profile (\d+)\]")

@@ -16,8 +16,8 @@ from eagle_run.backends.library import declared
 from eagle_run.errors import EagleError, first_line
 
 if TYPE_CHECKING:
-    from eagle_run.backends.base import GraphSpec
     from eagle_run.backends.library import Library
+    from eagle_run.bundle.tensors import GraphSpec
 
 # Operators that must come out as one layer each, and of which kind.
 NATIVE = {

@@ -23,10 +23,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eagle_export.engines.request import PROFILE_NAMES
+from eagle_run.bundle.manifest import Limits, TreeDefaults
+from eagle_run.bundle.records import Axis, AxisRange, EngineProfile
+from eagle_run.engine.prefill import kv_bucket
 from eagle_run.errors import UsageError
-from eagle_run.manifest import Limits, TreeDefaults
-from eagle_run.prefill import kv_bucket
-from eagle_run.records import Axis, AxisRange, EngineProfile
 
 _TUNED_ROWS = 8  # `eagle-run --tree auto` times the fuse graph with up to this many rows
 

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle_run.backends.base import GraphSpec, TensorSpec
+from eagle_run.bundle.records import EngineInfo, EngineProfile
+from eagle_run.bundle.tensors import GraphSpec, TensorSpec
 from eagle_run.errors import UsageError
-from eagle_run.records import EngineInfo, EngineProfile
 
 PROFILE_NAMES = ("prefill", "verify", "plain", "draft")
 COMPATIBILITIES = ("none", "ampere_plus", "same_compute_capability")

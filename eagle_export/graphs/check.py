@@ -12,8 +12,8 @@ from typing import Any
 import onnx
 
 from eagle_export.graphs.files import data_files
-from eagle_export.graphs.ops import OPSET
-from eagle_run.backends.base import GraphSpec
+from eagle_export.models.ops import OPSET
+from eagle_run.bundle.tensors import GraphSpec
 from eagle_run.errors import EagleError, first_line
 
 _AGAIN = "export it again; if it stays, please report it with the model's config.json"

@@ -8,7 +8,7 @@ from typing import Unpack
 from eagle_export.graphs.export import Options, export_as
 from eagle_export.graphs.specs import draft_spec
 from eagle_export.models.head import Draft
-from eagle_run.backends.base import GraphSpec
+from eagle_run.bundle.tensors import GraphSpec
 
 
 def export_draft(draft: Draft, path: Path, *, cache_rows: int, **options: Unpack[Options]) -> GraphSpec:

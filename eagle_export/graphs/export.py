@@ -12,13 +12,13 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
+from eagle_export.checkpoints.weight_stream import Weight
 from eagle_export.graphs import passes
 from eagle_export.graphs.files import save
 from eagle_export.graphs.links import Links
-from eagle_export.graphs.ops import OPSET
-from eagle_export.graphs.stream import Weight
 from eagle_export.graphs.translation import TRANSLATION
-from eagle_run.backends.base import GraphSpec, TensorSpec
+from eagle_export.models.ops import OPSET
+from eagle_run.bundle.tensors import GraphSpec, TensorSpec
 from eagle_run.errors import EagleError, first_line
 
 DynamicAxes = Mapping[str, Mapping[int, str]]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import onnx
 import onnx_ir as ir
 
-from eagle_export.graphs.stream import TORCH_DTYPES, Streamed
-from eagle_export.stored import StoredTensor
+from eagle_export.checkpoints.stored import StoredTensor
+from eagle_export.checkpoints.weight_stream import TORCH_DTYPES, Streamed
 from eagle_run.errors import EagleError
 
 if TYPE_CHECKING:

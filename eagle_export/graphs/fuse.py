@@ -8,7 +8,7 @@ from typing import Unpack
 from eagle_export.graphs.export import Options, export_as
 from eagle_export.graphs.specs import fuse_spec
 from eagle_export.models.head import Fuse
-from eagle_run.backends.base import GraphSpec
+from eagle_run.bundle.tensors import GraphSpec
 
 
 def export_fuse(fuse: Fuse, path: Path, **options: Unpack[Options]) -> GraphSpec:

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from eagle_export.graphs.stream import Streamed
+from eagle_export.checkpoints.stored import SMALLEST_LINK, Place
+from eagle_export.checkpoints.weight_stream import Streamed
 from eagle_export.place import no_link
-from eagle_export.stored import Place
-from eagle_export.weigh import SMALLEST_LINK
-from eagle_run.hashing import file_sha256, remember_sha256
+from eagle_run.bundle.hashing import file_sha256, remember_sha256
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from eagle_export.graphs.stream import TORCH_DTYPES, Streamed, Weight, bind, stream
+from eagle_export.checkpoints.weight_stream import TORCH_DTYPES, Streamed, Weight, bind, stream
 from eagle_run.errors import EagleError
 
 _SCOPES = "pkg.torch.onnx.name_scopes"  # where the exporter notes the modules around a node, outermost first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from eagle_run.backends.base import GraphSpec, TensorSpec
+from eagle_run.bundle.tensors import GraphSpec, TensorSpec
 
 if TYPE_CHECKING:
     from eagle_export.models.head import Draft, Fuse

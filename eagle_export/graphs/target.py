@@ -8,7 +8,7 @@ from typing import Unpack
 from eagle_export.graphs.export import Options, export_as
 from eagle_export.graphs.specs import target_spec
 from eagle_export.models.target import TargetModule
-from eagle_run.backends.base import GraphSpec
+from eagle_run.bundle.tensors import GraphSpec
 
 
 def export_target(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from onnxscript.values import Opset
 
-from eagle_export.graphs import ops
+from eagle_export.models import ops
 
 _op = Opset("", ops.OPSET)
 _ONNX_FLOAT = 1  # onnx.TensorProto.FLOAT

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eagle_export import weights
-from eagle_export.head_settings import UNSAID, HeadSettings
+from eagle_export.checkpoints import weights
+from eagle_export.checkpoints.stored import all_finite, marked
 from eagle_export.heads import names, safeai
 from eagle_export.heads.detect import DIALECTS, detect_dialect
+from eagle_export.heads.settings import UNSAID, HeadSettings
 from eagle_export.heads.spec import Config, HeadSpec, TargetSizes, Tensors, expected_shapes, raw_last
-from eagle_export.stored import all_finite, marked
 from eagle_run.errors import EagleError, first_line
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

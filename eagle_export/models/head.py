@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eagle_export.graphs import ops
 from eagle_export.heads.load import LoadedHead
 from eagle_export.heads.spec import HeadSpec
+from eagle_export.models import ops
 from eagle_run.errors import EagleError
 
 # (layer, q [B, Hq, T, Dh], k and v [B, Hkv, T, Dh], rotated) -> attended [B, Hq, T, Dh].

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_export.graphs import ops
-from eagle_export.models import native
+from eagle_export.models import native, ops
 
 Positions = tuple[Tensor, Tensor, Tensor]
 

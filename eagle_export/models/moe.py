@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_export.graphs import ops
+from eagle_export.models import ops
 
 
 def qwen3_moe(self: Any, hidden_states: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from eagle_export.graphs import ops
+from eagle_export.models import ops
 from eagle_run.errors import EagleError
 
 ATTENTION = "eagle_export"

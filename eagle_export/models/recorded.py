@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from eagle_export.graphs.stream import Converted, Weight
+from eagle_export.checkpoints.weight_stream import Converted, Weight
 
 # Operators that leave values and their order as they are; the last may change the type.
 _NOTHING = (

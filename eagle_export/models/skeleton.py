@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eagle_export import weights
-from eagle_export.graphs.stream import InMemory, Weight
+from eagle_export.checkpoints import weights
+from eagle_export.checkpoints.stored import stored_tensors
+from eagle_export.checkpoints.weight_stream import InMemory, Weight
 from eagle_export.models.recorded import Recorded
-from eagle_export.stored import stored_tensors
 
 
 def load_recorded(folder: Path, dtype: torch.dtype) -> Any:
@@ -20,7 +20,7 @@ def load_recorded(folder: Path, dtype: torch.dtype) -> Any:
 
     Only headers of safetensors files are read. A folder of torch's .bin files has none: it is loaded.
     """
-    from eagle_export.fp8.checkpoint import read_checkpoint
+    from eagle_export.checkpoints.fp8_checkpoint import read_checkpoint
     from eagle_export.models.target import load_target, load_tensors
 
     files = _files(folder)

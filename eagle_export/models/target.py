@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eagle_export import weights
-from eagle_export.graphs import ops
+from eagle_export.checkpoints import weights
 from eagle_export.heads.spec import raw_last
+from eagle_export.models import ops
 from eagle_export.models.families import NO_TEXT, TEXT_KEYS, Span, family_of, layer_spans, text_part
 from eagle_export.models.native import replaced
 from eagle_run.errors import EagleError, first_line
@@ -61,7 +61,7 @@ def load_target(folder: Path, dtype: torch.dtype) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    from eagle_export.fp8.checkpoint import read_checkpoint
+    from eagle_export.checkpoints.fp8_checkpoint import read_checkpoint
 
     weights.model_files(folder)  # says better than Transformers which file is not there
     given = read_checkpoint(folder)

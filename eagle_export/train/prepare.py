@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from eagle_export import recipe as recipes
-from eagle_export.heads import LoadedHead
+from eagle_export.heads.load import LoadedHead
 from eagle_export.heads.spec import HeadSpec, Tensors
 from eagle_export.models.head import build_head
 from eagle_export.models.target import load_target
-from eagle_export.reference import load_config, load_fitting_head
+from eagle_export.reference import recipe as recipes
+from eagle_export.reference.modules import load_config, load_fitting_head
 from eagle_export.train.features import Cached, OnTheFly, Source, TargetFeatures, cache_files, fill
 from eagle_export.train.init import feature_layers, new_spec, random_weights, weights_from_target
 from eagle_export.train.objective import Objective

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from eagle_export.checkpoints.whereabouts import told
 from eagle_export.train.evaluate import Validation
 from eagle_export.train.trainer import Trainer, Update
-from eagle_export.whereabouts import told
 
 if TYPE_CHECKING:
     from eagle_export.train.prepare import Prepared, TrainRequest

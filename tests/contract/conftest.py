@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from exportcli import Cli, Outcome
+from support.exportcli import Cli, Outcome
 
-from eagle_export.cli import run as run_export
-from eagle_run.cli import run as run_eagle
+from eagle_export.cli.main import run as run_export
+from eagle_run.cli.main import run as run_eagle
 
 
 @pytest.fixture

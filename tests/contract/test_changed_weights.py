@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exportcli import Cli, fails, leftovers
-from tiny import write_head, write_target
+from support.exportcli import Cli, fails, leftovers
+from support.tiny import write_head, write_target
 
-import eagle_export.build
-from eagle_run.bundle import load_bundle
+import eagle_export.pipeline.build
+from eagle_run.bundle.loading import load_bundle
 
 SMALL = ("--max-seq-len", "64", "--prefill-chunk", "16", "--max-tree-nodes", "16", "--max-batch", "2")
 TREE = ("--tree", "dynamic", "--depth", "2", "--branch", "2", "--nodes", "4")
@@ -27,7 +27,7 @@ def sources(tmp_path: Path) -> tuple[str, Path, str, Path]:
 
 def swap_after(step: str, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Does `change` once a function of the build is done, for the graph `fuse` if it is export_graph."""
-    function = getattr(eagle_export.build, step)
+    function = getattr(eagle_export.pipeline.build, step)
 
     def wrapped(*arguments: Any, **options: Any) -> Any:
         result = function(*arguments, **options)
@@ -35,7 +35,7 @@ def swap_after(step: str, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             change()
         return result
 
-    monkeypatch.setattr(eagle_export.build, step, wrapped)
+    monkeypatch.setattr(eagle_export.pipeline.build, step, wrapped)
 
 
 @pytest.mark.parametrize("what", ["build head", "export target"])

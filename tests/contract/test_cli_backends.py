@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tinybundle import make_bundle
-from trtdouble import World, add_engines
+from support.tinybundle import make_bundle
+from support.trtdouble import World, add_engines
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exportcli import Cli, fails, holding, leftovers
-from tiny import Sizes, write_head, write_target
+from support.exportcli import Cli, fails, holding, leftovers
+from support.tiny import Sizes, write_head, write_target
 
-import eagle_export.compile
-from eagle_export.cli import run
-from eagle_run.bundle import Bundle, load_bundle
-from eagle_run.engine import open_engine
+import eagle_export.pipeline.compile
+from eagle_export.cli.main import run
+from eagle_run.bundle.loading import Bundle, load_bundle
+from eagle_run.engine.opening import open_engine
 from eagle_run.errors import EagleError
 
 SMALL = ("--max-seq-len", "64", "--prefill-chunk", "16", "--max-tree-nodes", "16", "--max-batch", "2")
@@ -138,7 +138,7 @@ def test_a_compile_that_ends_early_leaves_the_bundle_and_is_gone_on_from(
     bundle = tmp_path / "b"
     shutil.copytree(half, bundle)
     before = {path: path.read_bytes() for path in bundle.rglob("*") if path.is_file()}
-    compile_one = eagle_export.compile.compile_engine
+    compile_one = eagle_export.pipeline.compile.compile_engine
     done: list[str] = []
 
     def compile_engine(request: Any, update: Any) -> Any:
@@ -148,7 +148,7 @@ def test_a_compile_that_ends_early_leaves_the_bundle_and_is_gone_on_from(
         done.append(request.graph)
         return compile_one(request, update)
 
-    monkeypatch.setattr(eagle_export.compile, "compile_engine", compile_engine)
+    monkeypatch.setattr(eagle_export.pipeline.compile, "compile_engine", compile_engine)
     outcome = cli("compile", bundle, "--backend", "tensorrt-rtx", "--target-arch", "sm89")
     assert outcome.code == (130 if isinstance(fault, KeyboardInterrupt) else 1)
     assert "target" in done

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exportcli import Cli, fails, leftovers
 from safetensors.torch import load_file, save_file
-from tiny import Sizes, write_head, write_target
+from support.exportcli import Cli, fails, leftovers
+from support.tiny import Sizes, write_head, write_target
 
-import eagle_export.build
+import eagle_export.pipeline.build
 from eagle_export.engines.architectures import local_capability
-from eagle_run.bundle import load_bundle
+from eagle_run.bundle.loading import load_bundle
 
 SMALL = ("--max-seq-len", "64", "--prefill-chunk", "16", "--max-tree-nodes", "16", "--max-batch", "2")
 TREE = ("--tree", "dynamic", "--depth", "2", "--branch", "2", "--nodes", "4")
@@ -185,7 +185,7 @@ def test_export_writes_only_graphs(cli: Cli, tiny_target: Path, eagle1_head: Pat
 def test_a_head_of_another_target_is_refused_before_anything_is_traced(
     cli: Cli, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eagle_export.build, "export_graph", _must_not_run)
+    monkeypatch.setattr(eagle_export.pipeline.build, "export_graph", _must_not_run)
     for name, sizes, word in (
         ("wide", Sizes(hidden=48), "hidden size 48"),
         ("wordy", Sizes(vocab=90), "vocabulary of 90"),
@@ -204,7 +204,7 @@ def _must_not_run(*_: Any, **__: Any) -> None:
 def test_a_target_without_a_tokenizer_is_refused_before_anything_is_traced(
     cli: Cli, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eagle_export.reference.load_hollow", _must_not_run)
+    monkeypatch.setattr("eagle_export.reference.modules.load_hollow", _must_not_run)
     target = shutil.copytree(tiny_target, tmp_path / "target", ignore=shutil.ignore_patterns("tokenizer*"))
     out = tmp_path / "out" / "b"
     fails(cli("build", "--target", target, "--head", "none", "--out", out, *SMALL), 1, "tokenizer.json")
@@ -216,7 +216,7 @@ def test_a_full_disk_is_noticed_before_the_work(
 ) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 1000, 1000))
-    monkeypatch.setattr(eagle_export.build, "export_graph", _must_not_run)
+    monkeypatch.setattr(eagle_export.pipeline.build, "export_graph", _must_not_run)
     outcome = cli("build", "--target", tiny_target, "--head", "none", "--out", tmp_path / "b", *SMALL)
     fails(outcome, 1, "are free", "disk space")
     assert leftovers(tmp_path) == []
@@ -260,7 +260,7 @@ def test_a_damaged_target_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(eagle_export.build, "export_graph", _must_not_run)
+    monkeypatch.setattr(eagle_export.pipeline.build, "export_graph", _must_not_run)
     target = shutil.copytree(tiny_target, tmp_path / "target")
     fault(target)
     out = tmp_path / "out" / "b"
@@ -277,7 +277,7 @@ def test_a_traceback_is_shown_only_on_request(cli: Cli, monkeypatch: pytest.Monk
     def broken(*_: Any) -> None:
         raise ValueError("something nobody thought of")
 
-    monkeypatch.setattr("eagle_export.doctor.diagnose", broken)
+    monkeypatch.setattr("eagle_export.inspection.doctor.diagnose", broken)
     fails(cli("doctor"), 1, "something nobody thought of", "--debug")
     outcome = cli("doctor", "--debug")
     assert outcome.code == 1

@@ -7,14 +7,14 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
-from exportcli import Cli, fails, leftovers
+from support.exportcli import Cli, fails, leftovers
 
-import eagle_export.estimate
-import eagle_export.plan
-from eagle_export.estimate import Memory
-from eagle_export.options import BuildOptions
-from eagle_export.partial import JOURNAL, partial_of
-from eagle_export.plan import fit, make_plan
+import eagle_export.pipeline.estimate
+import eagle_export.pipeline.plan
+from eagle_export.pipeline.estimate import Memory
+from eagle_export.pipeline.options import BuildOptions
+from eagle_export.pipeline.partial import JOURNAL, partial_of
+from eagle_export.pipeline.plan import fit, make_plan
 from eagle_run.errors import EagleError
 
 SMALL = ("--max-seq-len", "64", "--prefill-chunk", "16", "--max-tree-nodes", "16", "--max-batch", "2")
@@ -61,7 +61,7 @@ def test_what_fp8_would_refuse_is_refused_before_a_calibration(
     def calibrate(*_: object) -> None:
         raise AssertionError("calibrated")
 
-    monkeypatch.setattr("eagle_export.quantization._calibrate", calibrate)
+    monkeypatch.setattr("eagle_export.pipeline.quantization._calibrate", calibrate)
     (tmp_path / "scales.json").write_text('{"format": 1}')
     command = ["build", "--target", tiny_target, "--head", "none", "--precision", "fp8", *SMALL, *plan]
     for more, code, words in (
@@ -75,7 +75,7 @@ def test_what_fp8_would_refuse_is_refused_before_a_calibration(
     assert leftovers(tmp_path) == ["scales.json"]
 
 
-def planned(target: Path, out: Path, **options: object) -> eagle_export.plan.Plan:
+def planned(target: Path, out: Path, **options: object) -> eagle_export.pipeline.plan.Plan:
     small = {"max_seq_len": 64, "prefill_chunk": 16, "max_tree_nodes": 16, "max_batch": 2}
     return make_plan(BuildOptions(target=str(target), head="none", out=out, **small, **options))  # type: ignore[arg-type]
 
@@ -84,11 +84,11 @@ def test_measuring_is_left_out_where_memory_does_not_allow_it(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = planned(tiny_target, tmp_path / "b", precision="fp16")
-    steps = eagle_export.plan.estimate_plan(plan).steps
+    steps = eagle_export.pipeline.plan.estimate_plan(plan).steps
     total = steps["measure"].memory_bytes - 1
     for memory, measures in ((total, False), (total + 1, True)):
         monkeypatch.setattr(
-            eagle_export.estimate, "memory_here", lambda memory=memory: Memory(memory, memory)
+            eagle_export.pipeline.estimate, "memory_here", lambda memory=memory: Memory(memory, memory)
         )
         fitted, needed, notes = fit(plan)
         assert fitted.measure is measures
@@ -100,7 +100,7 @@ def test_what_an_interrupted_build_left_counts_as_room(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = planned(tiny_target, tmp_path / "b")
-    needed = eagle_export.plan.estimate_plan(plan).disk_bytes
+    needed = eagle_export.pipeline.plan.estimate_plan(plan).disk_bytes
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**12, 0, needed - 1000))
     with pytest.raises(EagleError, match="are free"):
@@ -116,7 +116,7 @@ def test_a_build_says_first_what_it_will_take(
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("eagle_export.build.build_identity", interrupt)
+    monkeypatch.setattr("eagle_export.pipeline.build.build_identity", interrupt)
     outcome = cli("build", "--target", tiny_target, "--head", "none", "--out", tmp_path / "b", *SMALL)
     assert outcome.code == 130
     first, second = outcome.err.splitlines()[:2]
@@ -137,7 +137,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_weights_are_identi
     def identify(*_: object) -> None:
         raise AssertionError("identified")
 
-    monkeypatch.setattr("eagle_export.build.build_identity", identify)
+    monkeypatch.setattr("eagle_export.pipeline.build.build_identity", identify)
     fails(cli(*command, tmp_path / "file/b"), 1, "file is a file")
     monkeypatch.setattr("os.access", lambda *_: False)
     fails(cli(*command, tmp_path / "new/b"), 1, f"{tmp_path} may not be written")

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exportcli import Cli, leftovers
+from support.exportcli import Cli, leftovers
 
-import eagle_export.build
-from eagle_run.bundle import Bundle, load_bundle
+import eagle_export.pipeline.build
+from eagle_run.bundle.loading import Bundle, load_bundle
 
 SMALL = ("--max-seq-len", "64", "--prefill-chunk", "16", "--max-tree-nodes", "16", "--max-batch", "2")
 TREE = ("--tree", "dynamic", "--depth", "2", "--branch", "2", "--nodes", "4")
@@ -46,7 +46,7 @@ def test_a_build_that_ends_before_anything_is_finished_leaves_what_was_there(
 ) -> None:
     out = shutil.copytree(built_bundle, tmp_path / "b")
     before = (out / "manifest.json").read_bytes()
-    monkeypatch.setattr(eagle_export.build, "export_graph", fault)
+    monkeypatch.setattr(eagle_export.pipeline.build, "export_graph", fault)
     paths = ["--target", tiny_target, "--head", tiny_head, "--out", out, "--force"]
     outcome = cli("build", *paths, *SMALL, *TREE)
     assert outcome.code == code
@@ -61,8 +61,8 @@ def test_a_build_that_ends_before_anything_is_finished_leaves_what_was_there(
 # Says "exporting" and waits where it should export the graph that is its first argument.
 _SLOW_BUILD = """
 import sys, time
-import eagle_export.build
-from eagle_export.cli import main
+import eagle_export.pipeline.build
+from eagle_export.cli.main import main
 
 def export_graph(name, modules, limits, folder, report, **options):
     if name != slow:
@@ -71,8 +71,8 @@ def export_graph(name, modules, limits, folder, report, **options):
     print("exporting", flush=True)
     time.sleep(60)
 
-export = eagle_export.build.export_graph
-eagle_export.build.export_graph = export_graph
+export = eagle_export.pipeline.build.export_graph
+eagle_export.pipeline.build.export_graph = export_graph
 slow = sys.argv.pop(1)
 main()
 """
@@ -131,15 +131,15 @@ def test_a_build_goes_on_after_an_end_of_any_kind(
 
 def stop_at(graph: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C at the export of a graph, once."""
-    export = eagle_export.build.export_graph
+    export = eagle_export.pipeline.build.export_graph
 
     def export_graph(name: str, *arguments: Any, **options: Any) -> Any:
         if name == graph:
-            monkeypatch.setattr(eagle_export.build, "export_graph", export)
+            monkeypatch.setattr(eagle_export.pipeline.build, "export_graph", export)
             raise KeyboardInterrupt
         return export(name, *arguments, **options)
 
-    monkeypatch.setattr(eagle_export.build, "export_graph", export_graph)
+    monkeypatch.setattr(eagle_export.pipeline.build, "export_graph", export_graph)
 
 
 @pytest.mark.parametrize("more", [["--fresh"], ["--max-seq-len", "48"]])
@@ -148,7 +148,7 @@ def test_another_command_line_or_fresh_starts_over(
 ) -> None:
     out = tmp_path / "b"
     command = ["build", "--target", tiny_target, "--head", "none", "--out", out, *SMALL]
-    monkeypatch.setattr(eagle_export.build, "_add_graphs", _interrupt)
+    monkeypatch.setattr(eagle_export.pipeline.build, "_add_graphs", _interrupt)
     assert cli(*command).code == 130
     assert leftovers(tmp_path) == ["b.partial"]
     monkeypatch.undo()
@@ -182,7 +182,7 @@ def test_a_calibration_and_what_was_measured_are_not_repeated(
     command = ["build", "--target", tiny_target, "--head", tiny_head, "--precision", "fp8", *SMALL, *TREE]
     stop_at("target", monkeypatch)
     assert cli(*command, "--out", out).code == 130
-    monkeypatch.setattr(eagle_export.build, "quantization_info", _interrupt)
+    monkeypatch.setattr(eagle_export.pipeline.build, "quantization_info", _interrupt)
     second = cli(*command, "--out", out)
     assert second.code == 130
     assert "calibrate fp8: taken over" in second.err
@@ -217,7 +217,7 @@ def test_what_was_interrupted_while_measuring_can_be_finished_without(
         out,
         *SMALL,
     ]
-    monkeypatch.setattr(eagle_export.build, "measure_accuracy", _interrupt)
+    monkeypatch.setattr(eagle_export.pipeline.build, "measure_accuracy", _interrupt)
     assert cli(*command).code == 130
     outcome = cli(*command, "--no-measure")
     assert outcome.code == 0, outcome
@@ -229,14 +229,14 @@ def test_a_bad_input_leaves_nothing_even_behind_finished_graphs(
 ) -> None:
     from eagle_run.errors import EagleError
 
-    export = eagle_export.build.export_graph
+    export = eagle_export.pipeline.build.export_graph
 
     def export_graph(name: str, *arguments: Any, **options: Any) -> Any:
         if name == "draft":
             raise EagleError("a weight of the head is not finite")
         return export(name, *arguments, **options)
 
-    monkeypatch.setattr(eagle_export.build, "export_graph", export_graph)
+    monkeypatch.setattr(eagle_export.pipeline.build, "export_graph", export_graph)
     paths = ["--target", tiny_target, "--head", tiny_head, "--out", tmp_path / "b"]
     outcome = cli("build", *paths, *SMALL, *TREE)
     assert outcome.code == 1

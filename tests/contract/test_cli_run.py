@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinybundle import MAX_SEQ_LEN, make_bundle
+from support.tinybundle import MAX_SEQ_LEN, make_bundle
 
-from eagle_run import generate, tune
-from eagle_run.engine import Engine, open_engine
-from eagle_run.mismatch import Mismatch
-from eagle_run.request import Piece
-from eagle_run.tree import TreeShape
+from eagle_run.cli import generate
+from eagle_run.decoding.tree import TreeShape
+from eagle_run.engine.mismatch import Mismatch
+from eagle_run.engine.opening import Engine, open_engine
+from eagle_run.engine.request import Piece
+from eagle_run.tuning import tree_tuning as tune
 
 COMMANDS = ("generate", "chat", "bench")
 
@@ -37,7 +38,7 @@ def expected(tiny_bundle: Path) -> str:
 
 
 def process(*arguments: object) -> list[str]:
-    return [sys.executable, "-c", "from eagle_run.cli import main; main()", *map(str, arguments)]
+    return [sys.executable, "-c", "from eagle_run.cli.main import main; main()", *map(str, arguments)]
 
 
 # Help
@@ -417,7 +418,7 @@ def test_chat_says_when_the_context_is_full(eagle_run: Any, tiny_bundle: Path, s
 def test_ctrl_c_stops_the_answer_not_the_chat(
     eagle_run: Any, tiny_bundle: Path, stdin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from eagle_run import chat
+    from eagle_run.cli import chat
 
     shown: list[Piece] = []
     show = chat._show

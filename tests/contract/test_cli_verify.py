@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from exportcli import Cli, fails
-from tiny import build_bundle, write_target
+from support.exportcli import Cli, fails
+from support.tiny import build_bundle, write_target
 
 
 def test_inspect_refuses_what_is_no_sound_bundle(cli: Cli, built_bundle: Path, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ except SystemExit:
 """
 
 
-@pytest.mark.parametrize("module", ["eagle_run.cli", "eagle_export.cli"])
+@pytest.mark.parametrize("module", ["eagle_run.cli.main", "eagle_export.cli.main"])
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["--version"], ["no-such-command"]], ids=["help", "version", "wrong"]
 )
@@ -64,7 +64,7 @@ def test_help_loads_nothing_heavy(module: str, arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("command", ["generate", "chat", "bench"])
 def test_help_of_run_commands_loads_nothing_heavy(command: str) -> None:
-    loaded = loaded_by(SHOW_HELP.format(module="eagle_run.cli", arguments=[command, "--help"]))
+    loaded = loaded_by(SHOW_HELP.format(module="eagle_run.cli.main", arguments=[command, "--help"]))
     assert not loaded & (HEAVY | {"numpy", "pydantic"})
 
 
@@ -73,13 +73,13 @@ def test_help_of_run_commands_loads_nothing_heavy(command: str) -> None:
     ["build", "compile", "export", "data", "train", "inspect", "verify", "sensitivity", "recipes", "doctor"],
 )
 def test_help_of_export_commands_loads_nothing_heavy(command: str) -> None:
-    loaded = loaded_by(SHOW_HELP.format(module="eagle_export.cli", arguments=[command, "--help"]))
+    loaded = loaded_by(SHOW_HELP.format(module="eagle_export.cli.main", arguments=[command, "--help"]))
     assert not loaded & HEAVY
 
 
 def test_every_module_fits_its_budget() -> None:
-    """No file passes 300 lines: what does not fit is two things."""
-    root = Path(__file__).parent.parent.parent
+    """One job a module, and none of more than 500 lines."""
+    root = Path(__file__).parents[2]
     files = [*root.glob("eagle_export/**/*.py"), *root.glob("runtime/**/*.py")]
     assert len(files) > 30
-    assert not {str(path.relative_to(root)) for path in files if len(path.read_text().splitlines()) > 300}
+    assert not {str(path.relative_to(root)) for path in files if len(path.read_text().splitlines()) > 500}

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import onnx
 import pytest
-from exportcli import Cli
 from safetensors.torch import load_file, save_file
-from tiny import build_bundle, write_head, write_target
+from support.exportcli import Cli
+from support.tiny import build_bundle, write_head, write_target
 
 from eagle_export.graphs import links
-from eagle_export.options import Fp8Options
-from eagle_run.bundle import load_bundle
+from eagle_export.pipeline.options import Fp8Options
+from eagle_run.bundle.loading import load_bundle
+from eagle_run.engine.decoder import Decoder
+from eagle_run.engine.graph_loading import open_graphs
+from eagle_run.engine.model_runner import Session
+from eagle_run.engine.request import Request
 from eagle_run.errors import EagleError
-from eagle_run.loop import Decoder
-from eagle_run.open_graphs import open_graphs
-from eagle_run.request import Request
-from eagle_run.session import Session
 
 
 @pytest.fixture(scope="module")

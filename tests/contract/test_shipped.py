@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exportcli import Cli, fails, holding
-from tiny import build_bundle, write_head, write_target
+from support.exportcli import Cli, fails, holding
+from support.tiny import build_bundle, write_head, write_target
 
 import eagle_export
-from eagle_export.reference import reference_of
-from eagle_export.writer import BundleWriter
-from eagle_run.bundle import Bundle, load_bundle
+from eagle_export.pipeline.writer import BundleWriter
+from eagle_export.reference.modules import reference_of
+from eagle_run.bundle.loading import Bundle, load_bundle
 
 REPOSITORY = Path(eagle_export.__file__).parent.parent
 QUICK = ("--limit", "1", "--max-new-tokens", "8", "--threads", "1")

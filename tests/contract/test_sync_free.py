@@ -22,17 +22,17 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import eagle_run.step
-from eagle_export.eager import draft_graph, fuse_graph, target_graph
+import eagle_run.engine.round
 from eagle_export.heads.spec import HeadSpec
 from eagle_export.models.head import Draft, Fuse
 from eagle_export.models.target import TargetModule
-from eagle_run.accept import Path
+from eagle_export.reference.eager import draft_graph, fuse_graph, target_graph
 from eagle_run.backends.base import Graph
-from eagle_run.sampling import SamplingSettings, stack
-from eagle_run.session import Session, State
-from eagle_run.step import step
-from eagle_run.tree import TreeShape
+from eagle_run.decoding.acceptance import Path
+from eagle_run.decoding.sampling import SamplingSettings, stack
+from eagle_run.decoding.tree import TreeShape
+from eagle_run.engine.model_runner import Session, State
+from eagle_run.engine.round import step
 
 VOCAB, DRAFT_VOCAB, HIDDEN, ROWS, BATCH, KV = 96, 48, 32, 64, 3, 48
 SHAPES = {
@@ -165,13 +165,13 @@ def test_the_state_keeps_its_memory() -> None:
 
 def run_with(read: Callable[[Path], None], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round with a fault: `read` looks at the path before it is committed."""
-    true = eagle_run.step.commit
+    true = eagle_run.engine.round.commit
 
     def commit(session: Session, state: State, shape: TreeShape, path: Path, seen: Any) -> None:
         read(path)
         true(session, state, shape, path, seen)
 
-    monkeypatch.setattr(eagle_run.step, "commit", commit)
+    monkeypatch.setattr(eagle_run.engine.round, "commit", commit)
     shape = SHAPES["dynamic"]
     with fake_round(device, MIXED, shape.depth) as (session, state):
         step(session, state, shape, kv=KV)

@@ -17,7 +17,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import (
+from scipy.stats import chi2
+from support.reference import (
     Dist,
     Model,
     Tokens,
@@ -31,15 +32,14 @@ from reference import (
     sampled_outcomes,
     trials,
 )
-from scipy.stats import chi2
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from eagle_run import accept
-from eagle_run.accept import Path, walk, walk_sampled
-from eagle_run.grow import TreePlan, TreeTables, start
-from eagle_run.rng import TOKEN, uniform
-from eagle_run.sampling import (
+from eagle_run.decoding import acceptance as accept
+from eagle_run.decoding.acceptance import Path, walk, walk_sampled
+from eagle_run.decoding.drafting import TreePlan, TreeTables, start
+from eagle_run.decoding.rng import TOKEN, uniform
+from eagle_run.decoding.sampling import (
     SamplingSettings,
     distribution,
     draft_distribution,
@@ -47,7 +47,7 @@ from eagle_run.sampling import (
     stack,
     to_weights,
 )
-from eagle_run.tree import TreeShape
+from eagle_run.decoding.tree import TreeShape
 
 _ALMOST_ONE = 1 - 2.0**-53
 _TREES: list[Tokens] = [(-1, 0), (-1, 0, 0), (-1, 0, 1), (-1, 0, 0, 1, 1), (-1, 0, 0, 0, 2)]

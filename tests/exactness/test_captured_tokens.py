@@ -10,16 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from opgraph import OpRecorder
-from tiny import Answer, answers_of, eager_decoder, modules_of
+from support.opgraph import OpRecorder
+from support.tiny import Answer, answers_of, eager_decoder, modules_of
 
-from eagle_export.reference import Modules
-from eagle_run.cudagraph import CapturedRounds
+from eagle_export.reference.modules import Modules
+from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.tree import TreeShape
+from eagle_run.engine.cuda_graphs import CapturedRounds
+from eagle_run.engine.decoder import Decoder
+from eagle_run.engine.request import Request, Stats
 from eagle_run.errors import EagleError
-from eagle_run.loop import Decoder
-from eagle_run.request import Request, Stats
-from eagle_run.sampling import SamplingSettings
-from eagle_run.tree import TreeShape
 
 SHAPES = {
     "plain": TreeShape.plain(),

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import chi2
-from tiny import Sizes, answers_of, eager_decoder, modules_of, write_head, write_target
+from support.tiny import Sizes, answers_of, eager_decoder, modules_of, write_head, write_target
 from torch import Tensor
 
-import eagle_run.step
-from eagle_export.reference import Modules
-from eagle_run.loop import Decoder
-from eagle_run.request import Request, Stats
-from eagle_run.sampling import SamplingSettings
-from eagle_run.tree import TreeShape
+import eagle_run.engine.round
+from eagle_export.reference.modules import Modules
+from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.tree import TreeShape
+from eagle_run.engine.decoder import Decoder
+from eagle_run.engine.request import Request, Stats
 
 VOCAB, TOKENS, SLOTS, GROUPS = 8, 3, 2048, 2
 PROMPT = (3, 1, 6, 2)
@@ -150,8 +150,10 @@ def test_a_wrong_q_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The test above can fail: drafts that are not what the acceptance believes shift the distribution."""
-    true = eagle_run.step.sample_children
-    monkeypatch.setattr(eagle_run.step, "sample_children", lambda *arguments: fault(*true(*arguments)))
+    true = eagle_run.engine.round.sample_children
+    monkeypatch.setattr(
+        eagle_run.engine.round, "sample_children", lambda *arguments: fault(*true(*arguments))
+    )
     counts = counted(decoder, SETTINGS["T=1"], SHAPES["static"], "sampled", Stats())
     assert p_value(counts, enumerated(modules, SETTINGS["T=1"])) < 1e-6
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from eagle_run.engine import Engine, open_engine
-from eagle_run.request import Request
-from eagle_run.sampling import SamplingSettings
-from eagle_run.tree import TreeShape
+from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.tree import TreeShape
+from eagle_run.engine.opening import Engine, open_engine
+from eagle_run.engine.request import Request
 
 pytestmark = pytest.mark.real
 TEXTS = ("Describe a lighthouse in two sentences.", "What is 12 times 13?")

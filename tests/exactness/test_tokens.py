@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import EOS, Answer, answers_of, eager_decoder, modules_of
+from support.tiny import EOS, Answer, answers_of, eager_decoder, modules_of
 
-from eagle_export.reference import Modules
-from eagle_run.engine import Engine, open_engine
+from eagle_export.reference.modules import Modules
+from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.tree import TreeShape, best_static
+from eagle_run.engine.decoder import Decoder
+from eagle_run.engine.opening import Engine, open_engine
+from eagle_run.engine.request import Request, Stats
 from eagle_run.errors import EagleError, UsageError
-from eagle_run.loop import Decoder
-from eagle_run.request import Request, Stats
-from eagle_run.sampling import SamplingSettings
-from eagle_run.tree import TreeShape, best_static
 
 PLAIN = TreeShape.plain()
 SHAPES = {
@@ -287,8 +287,8 @@ REAL_PROMPTS = (
 @pytest.mark.real
 def test_smollm2_is_lossless(smollm2_bundle: Path) -> None:
     """Every shape against plain decoding, and plain decoding against Transformers, on real weights."""
-    from eagle_export.reference import reference_of
-    from eagle_run.mismatch import TIE, find_mismatch
+    from eagle_export.reference.modules import reference_of
+    from eagle_run.engine.mismatch import TIE, find_mismatch
 
     engine = open_engine(smollm2_bundle, threads=1)
     modules = reference_of(engine.bundle.manifest)

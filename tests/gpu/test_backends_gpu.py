@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_run.sampling import SamplingSettings
-from eagle_run.tree import TreeShape
+from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.tree import TreeShape
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +27,7 @@ def answers(engine: Any, shape: TreeShape, sampling: SamplingSettings) -> list[l
 
 def check(engine: Any, reference: Any) -> None:
     """Trees against this engine's own plain decoding; that against the reference, on the engine's terms."""
-    from eagle_run.mismatch import find_mismatch
+    from eagle_run.engine.mismatch import find_mismatch
 
     for sampling in (SamplingSettings(), SamplingSettings(1.0, top_p=0.9, seed=4)):
         plain = answers(engine, TREES[0], sampling)
@@ -45,7 +45,7 @@ def test_onnxruntime_on_the_gpu(built_bundle: Path, batch: int) -> None:
     ort = pytest.importorskip("onnxruntime")
     if "CUDAExecutionProvider" not in ort.get_available_providers():
         pytest.skip(f"onnxruntime {ort.__version__} has no CUDA provider: needs onnxruntime-gpu")
-    from eagle_run.engine import open_engine
+    from eagle_run.engine.opening import open_engine
 
     engine = open_engine(built_bundle, backend="onnxruntime", device="cuda", batch=batch)
     assert engine.device.startswith("cuda")
@@ -60,7 +60,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     target, head = (request.getfixturevalue(name) for name in ("tiny_target", "tiny_head"))
-    from tiny import build_bundle
+    from support.tiny import build_bundle
 
     folder = tmp_path_factory.mktemp("compiled")
     bundle = build_bundle(target, head, folder / "source", precision="fp16")
@@ -73,7 +73,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_engines(compiled: tuple[Path, str], batch: int) -> None:
-    from eagle_run.engine import open_engine
+    from eagle_run.engine.opening import open_engine
 
     bundle, backend = compiled
     engine = open_engine(bundle, backend=backend, batch=batch)

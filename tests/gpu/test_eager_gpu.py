@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_export.graphs import ops
+from eagle_export.models import ops
 
 pytestmark = pytest.mark.gpu
 

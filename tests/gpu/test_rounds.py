@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_run.cudagraph import CapturedRounds
-from eagle_run.loop import Decoder
-from eagle_run.mismatch import find_mismatch
-from eagle_run.prefill import prefill
-from eagle_run.request import Request
-from eagle_run.sampling import SamplingSettings
-from eagle_run.step import step
-from eagle_run.stream import on_stream, wait
-from eagle_run.tree import TreeShape
+from eagle_run.backends.stream import on_stream, wait
+from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.tree import TreeShape
+from eagle_run.engine.cuda_graphs import CapturedRounds
+from eagle_run.engine.decoder import Decoder
+from eagle_run.engine.mismatch import find_mismatch
+from eagle_run.engine.prefill import prefill
+from eagle_run.engine.request import Request
+from eagle_run.engine.round import step
 
 pytestmark = pytest.mark.gpu
 

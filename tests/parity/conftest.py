@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from targetmaker import ROWS, make_model
+from support.targetmaker import ROWS, make_model
 
 from eagle_export.graphs.target import export_target
 from eagle_export.models.target import TargetModule
-from eagle_run.backends.base import GraphSpec
+from eagle_run.bundle.tensors import GraphSpec
 
 torch.set_num_threads(1)
 

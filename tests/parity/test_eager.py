@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from headmaker import RECIPES, make_head
-from targetmaker import ROWS, make_model
+from support.headmaker import RECIPES, make_head
+from support.targetmaker import ROWS, make_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from eagle_export.eager import EagerGraph, draft_graph, fuse_graph, target_graph
 from eagle_export.graphs.draft import export_draft
 from eagle_export.graphs.fuse import export_fuse
-from eagle_export.heads import load_head
+from eagle_export.heads.load import load_head
 from eagle_export.models.head import build_head
 from eagle_export.models.target import TargetModule
-from eagle_run.backends.base import Graph, GraphSpec, TensorSpec
+from eagle_export.reference.eager import EagerGraph, draft_graph, fuse_graph, target_graph
+from eagle_run.backends.base import Graph
+from eagle_run.bundle.tensors import GraphSpec, TensorSpec
 from eagle_run.errors import EagleError
 
 torch.set_num_threads(1)

@@ -10,7 +10,7 @@ from typing import Any
 import onnx
 import pytest
 from onnx import helper
-from targetmaker import LAYERS
+from support.targetmaker import LAYERS
 
 from eagle_export.engines.attention import check_attention
 from eagle_export.engines.network import check_network, load_graph, parse

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from familymaker import WINDOW
-from targetmaker import make_model
-from tiny import build_bundle, write_head, write_tokenizer
+from support.familymaker import WINDOW
+from support.targetmaker import make_model
+from support.tiny import build_bundle, write_head, write_tokenizer
 
-from eagle_run.engine import open_engine
-from eagle_run.request import Request
-from eagle_run.sampling import SamplingSettings
-from eagle_run.tree import TreeShape
+from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.tree import TreeShape
+from eagle_run.engine.opening import open_engine
+from eagle_run.engine.request import Request
 
 PROMPT = (5, 9, 60, 33, 12, 7, 90, 41, 22, 17)
 TOKENS = 14

@@ -9,12 +9,12 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from headmaker import RECIPES, make_head
+from support.headmaker import RECIPES, make_head
 from torch import Tensor
 
 from eagle_export.graphs.draft import export_draft
 from eagle_export.graphs.fuse import export_fuse
-from eagle_export.heads import load_head
+from eagle_export.heads.load import load_head
 from eagle_export.models.head import Draft, Fuse, build_head
 
 torch.set_num_threads(1)

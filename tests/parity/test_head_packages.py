@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from headmaker import HEADS, INNER, KV_HEADS, LAYERS, VOCAB, WIDTH, Target
+from support.headmaker import HEADS, INNER, KV_HEADS, LAYERS, VOCAB, WIDTH, Target
 from torch import Tensor, nn
 
-from eagle_export.head_settings import UNSAID, HeadSettings
-from eagle_export.heads import load_head
+from eagle_export.heads.load import load_head
+from eagle_export.heads.settings import UNSAID, HeadSettings
 from eagle_export.heads.spec import HeadSpec
 from eagle_export.models.head import build_head
 from eagle_export.train.ttt import Batch, unroll

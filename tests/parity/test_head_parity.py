@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from headmaker import RECIPES, Head, make_head
+from support.headmaker import RECIPES, Head, make_head
 from torch import Tensor
 
-from eagle_export.heads import load_head
+from eagle_export.heads.load import load_head
 from eagle_export.models.head import Draft, Fuse, Rope, build_head
 
 torch.set_num_threads(1)

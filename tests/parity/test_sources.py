@@ -8,12 +8,12 @@ from pathlib import Path
 import onnx_ir
 import pytest
 import torch
-from tiny import build_bundle
+from support.tiny import build_bundle
 
-from eagle_export.options import Fp8Options
-from eagle_export.parity import LIMITS, compare
-from eagle_export.reference import Modules, eager_graphs, reference_of
-from eagle_export.sources import (
+from eagle_export.pipeline.options import Fp8Options
+from eagle_export.reference.modules import Modules, eager_graphs, reference_of
+from eagle_export.verify.parity import LIMITS, compare
+from eagle_export.verify.sources import (
     base_precision,
     fp8_weights,
     onnx_precision,
@@ -22,7 +22,7 @@ from eagle_export.sources import (
     widen,
     widen_modules,
 )
-from eagle_run.bundle import Bundle, load_bundle
+from eagle_run.bundle.loading import Bundle, load_bundle
 from eagle_run.errors import EagleError
 
 KINDS = {

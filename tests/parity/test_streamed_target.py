@@ -11,9 +11,9 @@ import onnx_ir as ir
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from targetmaker import KINDS, make_model
+from support.targetmaker import KINDS, make_model
 
-from eagle_export.graphs.stream import as_numpy
+from eagle_export.checkpoints.weight_stream import as_numpy
 from eagle_export.graphs.target import export_target
 from eagle_export.models.recorded import Recorded
 from eagle_export.models.skeleton import hollow, load_recorded

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from familymaker import CHUNK, WINDOW
-from targetmaker import KINDS, ROWS, Runner, assert_rows, make_model, path_of, plain, tokens_of
+from support.familymaker import CHUNK, WINDOW
+from support.targetmaker import KINDS, ROWS, Runner, assert_rows, make_model, path_of, plain, tokens_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from eagle_export.eager import target_graph
 from eagle_export.models.target import TargetModule, native_operators
+from eagle_export.reference.eager import target_graph
 from eagle_run.errors import EagleError
 
 torch.set_num_threads(1)

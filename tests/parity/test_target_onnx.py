@@ -13,17 +13,17 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from familymaker import WINDOW
-from targetmaker import KINDS, LAYERS, ROWS, Runner, assert_rows, make_model, path_of, tokens_of
+from support.familymaker import WINDOW
+from support.targetmaker import KINDS, LAYERS, ROWS, Runner, assert_rows, make_model, path_of, tokens_of
 from torch import Tensor, nn
 
-from eagle_export.eager import target_graph
 from eagle_export.graphs.check import check_file
 from eagle_export.graphs.export import export_as, export_graph
 from eagle_export.graphs.target import export_target
 from eagle_export.models.target import TargetModule
-from eagle_run.backends.base import GraphSpec, TensorSpec
+from eagle_export.reference.eager import target_graph
 from eagle_run.backends.onnxruntime import OnnxRuntimeGraph
+from eagle_run.bundle.tensors import GraphSpec, TensorSpec
 from eagle_run.errors import EagleError
 
 Exported = Callable[[str], Any]

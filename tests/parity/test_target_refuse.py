@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from targetmaker import KINDS, make_model
+from support.targetmaker import KINDS, make_model
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,

@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from eagle_run.bundle.tensors import GraphSpec
 
 if TYPE_CHECKING:
     import torch
 
 Run = Callable[[], None]
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One input or output of a graph. `shape` holds sizes, or names for dynamic axes (B, T, R, KV)."""
-
-    name: str
-    dtype: str
-    shape: tuple[int | str, ...]
-
-
-@dataclass(frozen=True)
-class GraphSpec:
-    """The whole signature of a graph: `name` is target, fuse or draft."""
-
-    name: str
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
 
 
 class Graph(Protocol):

@@ -6,17 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
-from eagle_run.backends.base import GraphSpec, TensorSpec
+from eagle_run.bundle.tensors import GraphSpec, TensorSpec
+from eagle_run.dtypes import DTYPES
 from eagle_run.errors import EagleError
-
-DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "bool": torch.bool,
-}
 
 
 def check_tensors(spec: GraphSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -38,7 +30,7 @@ def check_tensors(spec: GraphSpec, tensors: Mapping[str, torch.Tensor]) -> dict[
 
 def _check_one(graph: str, expected: TensorSpec, found: torch.Tensor, axes: dict[str, int]) -> None:
     where = f"graph {graph}, tensor {expected.name}"
-    if found.dtype != DTYPES[expected.dtype]:
+    if found.dtype != DTYPES[expected.dtype].torch:
         raise EagleError(f"{where}: expected {expected.dtype}, found {found.dtype}")
     if found.dim() != len(expected.shape):
         raise EagleError(f"{where}: expected shape {list(expected.shape)}, found {list(found.shape)}")

@@ -10,10 +10,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from eagle_run.backends.library import Library, compile_command, declared
+from eagle_run.backends.library import Library, declared
 from eagle_run.backends.profiles import tensor_range
+from eagle_run.bundle.engine_backends import compile_command
+from eagle_run.bundle.manifest import Artifact
 from eagle_run.errors import EagleError
-from eagle_run.manifest import Artifact
 
 
 def check_fit(library: Library, artifact: Artifact, where: str, capability: str, name: str) -> None:

@@ -11,10 +11,10 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from eagle_run.backends.gpu import Gpu
 from eagle_run.backends.library import Library
-from eagle_run.gpu import Gpu
-from eagle_run.hashing import cache_dir, write_cache
-from eagle_run.manifest import Artifact
+from eagle_run.bundle.hashing import cache_dir, write_cache
+from eagle_run.bundle.manifest import Artifact
 
 
 class KernelCache:

@@ -8,22 +8,14 @@ import re
 from dataclasses import dataclass
 from types import ModuleType
 
-from eagle_run.backends.base import TensorSpec
+from eagle_run.bundle.engine_backends import MODULES
+from eagle_run.bundle.tensors import TensorSpec
+from eagle_run.dtypes import DTYPES
 from eagle_run.errors import EagleError, UsageError, first_line
 
-MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
-RTX_CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")  # what TensorRT-RTX 1.7 lists
 _EXTRAS = {"tensorrt": "tensorrt", "tensorrt-rtx": "rtx"}
 # The oldest that imports opset 24 with native KV-cache updates; of RTX, the oldest that was tried.
 _OLDEST = {"tensorrt": (10, 15), "tensorrt-rtx": (1, 7)}
-_DTYPES = {
-    "float32": "FLOAT",
-    "float16": "HALF",
-    "bfloat16": "BF16",
-    "int64": "INT64",
-    "int32": "INT32",
-    "bool": "BOOL",
-}
 
 
 @dataclass(frozen=True)
@@ -89,12 +81,4 @@ def find_library(backend: str) -> Library:
 def declared(tensor: TensorSpec) -> tuple[str, tuple[int, ...]]:
     """(dtype, shape) of a tensor as the library declares it: "HALF", and -1 for a dynamic axis."""
     shape = tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
-    return _DTYPES[tensor.dtype], shape
-
-
-def compile_command(backend: str, capability: str) -> str:
-    """What makes engines for GPUs of this compute capability ("8.9"), of `backend` if it knows them."""
-    if backend == "tensorrt-rtx" and capability in RTX_CAPABILITIES:
-        arch = f"sm{capability.replace('.', '')}"
-        return f"`eagle-export compile BUNDLE --backend tensorrt-rtx --target-arch {arch}`"
-    return "`eagle-export compile BUNDLE --backend tensorrt` on that machine"
+    return DTYPES[tensor.dtype].tensorrt, shape

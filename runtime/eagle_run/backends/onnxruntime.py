@@ -14,23 +14,15 @@ from typing import Any
 
 import torch
 
-from eagle_run.backends.base import GraphSpec, Run, TensorSpec
+from eagle_run.backends.base import Run
 from eagle_run.backends.checks import check_tensors
-from eagle_run.environment import cores
+from eagle_run.backends.environment import cores
+from eagle_run.backends.stream import stream_of
+from eagle_run.bundle.tensors import GraphSpec, TensorSpec
+from eagle_run.dtypes import BY_ONNXRUNTIME, DTYPES
 from eagle_run.errors import EagleError, first_line
-from eagle_run.stream import stream_of
 
 _CUDA = "CUDAExecutionProvider"
-# ONNX TensorProto element types: bind_input takes them where NumPy has no such dtype (bfloat16, fp8).
-_ELEMENT_TYPES = {"float32": 1, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16, "int32": 6}
-_ORT_DTYPES = {
-    "tensor(float)": "float32",
-    "tensor(float16)": "float16",
-    "tensor(bfloat16)": "bfloat16",
-    "tensor(int64)": "int64",
-    "tensor(int32)": "int32",
-    "tensor(bool)": "bool",
-}
 
 
 class OnnxRuntimeGraph:
@@ -94,7 +86,7 @@ class OnnxRuntimeGraph:
 
     def _place(self, spec: TensorSpec, tensor: torch.Tensor) -> tuple[Any, ...]:
         index = tensor.device.index or 0
-        element_type = _ELEMENT_TYPES[spec.dtype]
+        element_type = DTYPES[spec.dtype].onnx  # where NumPy has no such dtype it takes numbers
         return spec.name, self._device.type, index, element_type, list(tensor.shape), tensor.data_ptr()
 
 
@@ -169,4 +161,4 @@ def _import_onnxruntime() -> Any:
 
 
 def _tensor_spec(value: Any) -> TensorSpec:
-    return TensorSpec(value.name, _ORT_DTYPES[value.type], tuple(value.shape))
+    return TensorSpec(value.name, BY_ONNXRUNTIME[value.type].name, tuple(value.shape))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from eagle_run.backends.base import TensorSpec
+from eagle_run.bundle.records import EngineProfile
+from eagle_run.bundle.tensors import TensorSpec
 from eagle_run.errors import EagleError
-from eagle_run.records import EngineProfile
 
 Shape = tuple[int, ...]
 

@@ -17,15 +17,16 @@ from typing import Any
 
 import torch
 
-from eagle_run.backends.base import Graph, GraphSpec, Run
+from eagle_run.backends.base import Graph, Run
 from eagle_run.backends.checks import check_tensors
 from eagle_run.backends.engine_checks import check_engine, check_fit, check_header
+from eagle_run.backends.gpu import Gpu
 from eagle_run.backends.kernel_cache import KernelCache
 from eagle_run.backends.library import Library
 from eagle_run.backends.profiles import narrowest
+from eagle_run.bundle.manifest import Artifact
+from eagle_run.bundle.tensors import GraphSpec
 from eagle_run.errors import EagleError
-from eagle_run.gpu import Gpu
-from eagle_run.manifest import Artifact
 
 _ALIGNMENT = 256  # bytes, of scratch memory
 

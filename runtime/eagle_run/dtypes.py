@@ -1,0 +1,57 @@
+"""The element types of tensors, and what each library calls them: the one table of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class DType:
+    """One element type. `name` is torch's and NumPy's (ml_dtypes'), and that of manifests.
+
+    bytes: of one element. onnx: the number in TensorProto.DataType. safetensors, tensorrt: their names; ""
+    where they have none. precision: what a target of this type is called on the command line, or "".
+    """
+
+    name: str
+    bytes: int
+    onnx: int
+    safetensors: str
+    tensorrt: str
+    precision: str = ""
+
+    @property
+    def onnxruntime(self) -> str:
+        """The name in ONNX Runtime's signatures: "tensor(float)"."""
+        return f"tensor({'float' if self.name == 'float32' else self.name})"
+
+    @property
+    def torch(self) -> torch.dtype:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.name)
+        return dtype
+
+
+DTYPES = {
+    dtype.name: dtype
+    for dtype in (
+        DType("float32", 4, 1, "F32", "FLOAT", "fp32"),
+        DType("float16", 2, 10, "F16", "HALF", "fp16"),
+        DType("bfloat16", 2, 16, "BF16", "BF16", "bf16"),
+        DType("float8_e4m3fn", 1, 17, "F8_E4M3", "FP8", "fp8"),
+        DType("int64", 8, 7, "I64", "INT64"),
+        DType("int32", 4, 6, "I32", "INT32"),
+        DType("int8", 1, 3, "I8", "INT8"),
+        DType("uint8", 1, 2, "U8", "UINT8"),
+        DType("bool", 1, 9, "BOOL", "BOOL"),
+    )
+}
+BY_PRECISION = {dtype.precision: dtype for dtype in DTYPES.values() if dtype.precision}
+BY_ONNXRUNTIME = {dtype.onnxruntime: dtype for dtype in DTYPES.values()}
+BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in DTYPES.values()}
+GRAPH_DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "bool")  # of a graph's inputs and outputs

@@ -1,0 +1,101 @@
+"""Why two answers that should be equal are not: a tie that rounding decided, or a fault.
+
+A forward over N rows sums in another order than a forward over one, and so does a node of a tree whose rows
+are not side by side: float32 logits move by about 1e-5 of their size. Where two tokens are that close the
+choice is open; such ties are reported, never hidden.
+
+Narrower types round such a last bit to another number, and FP8 to one that is 6% off, which grows from layer
+to layer. Ties are as wide as that was seen to move logits, with room; a wrong mask or cache moves them by
+whole numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from eagle_run.backends.stream import on_stream
+from eagle_run.decoding.rng import TOKEN, uniform
+from eagle_run.decoding.sampling import SamplingSettings, distribution, stack, to_weights
+from eagle_run.engine.model_runner import Session
+from eagle_run.engine.prefill import fill, kv_bucket, prefill
+from eagle_run.engine.request import Request
+
+# By precision, of logits at temperature 0 and of probability above it. Seen so far: 0.03 and 0.003 in fp16;
+# in fp8 0.2 and 0.07, against a single row.
+TIES = {"fp32": (1e-4, 1e-4), "fp16": (0.05, 0.02), "bf16": (0.5, 0.1), "fp8": (1.0, 0.1)}
+TIE = TIES["fp32"][0]
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The first place where an answer differs from plain decoding.
+
+    `position` counts the answer's tokens from 0; a token is None where that answer had ended. `gap` is how
+    far the plain logits of this position are from giving both tokens: at temperature 0 the logit that the
+    lower one lacks to the top, at T > 0 the probability by which the coin misses its interval; None where an
+    answer ended. `tie`: the gap is within TIES of the session's precision.
+    """
+
+    position: int
+    plain: int | None
+    speculative: int | None
+    gap: float | None
+    tie: bool
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def find_mismatch(
+    session: Session, request: Request, plain: Sequence[int], speculative: Sequence[int], *, chunk: int
+) -> Mismatch | None:
+    """Compares two answers to `request`; where they differ, plain decoding's logits are computed again."""
+    pairs = enumerate(zip_longest(plain, speculative))
+    found = next(((i, pair) for i, pair in pairs if pair[0] != pair[1]), None)
+    if found is None:
+        return None
+    position, (a, b) = found
+    if a is None or b is None:
+        return Mismatch(position, a, b, None, tie=False)
+    prefix = (*request.prompt, *plain[:position])
+    with on_stream(session.device):
+        gap = _gap(next_logits(session, prefix, chunk=chunk), (a, b), request.sampling, len(prefix))
+    widest = TIES[session.precision][request.sampling.temperature > 0]
+    return Mismatch(position, a, b, gap, tie=gap <= widest)
+
+
+def next_logits(session: Session, tokens: Sequence[int], *, chunk: int) -> Tensor:
+    """f32 [V]: the target's logits after `tokens`, by a prefill and a forward over the last token alone."""
+    session.runs += 1  # the caches are no longer those of a run that may be going on
+    state = session.new_state(1, stack([SamplingSettings()] * session.batch, session.device))
+    prefill(session, state, 0, tokens, chunk=chunk)
+    kv = kv_bucket(len(tokens), session.cache_rows)
+    target = session.target(1, 1, kv)
+    positions = state.length[:, None]  # [B, 1]
+    fill(
+        target.inputs,
+        input_ids=state.root[:, None],
+        position_ids=positions,
+        write_index=state.length,
+        logits_index=torch.zeros_like(positions),
+        tree_mask=(torch.arange(kv, device=session.device) <= positions[:, :, None])[:, None],
+    )
+    target.run()
+    return target.outputs["logits"][0, 0].float().clone()
+
+
+def _gap(logits: Tensor, tokens: tuple[int, int], sampling: SamplingSettings, position: int) -> float:
+    """How much the choice at `position` (absolute) would have to move to give the less likely of `tokens`."""
+    if sampling.temperature == 0:
+        return float(logits.max() - logits[list(tokens)].min())
+    settings = stack([sampling], logits.device)
+    weights = to_weights(distribution(logits[None], settings))[0]  # i64 [V]
+    cdf = weights.cumsum(0).double() / weights.sum()  # as in sampling.draw
+    coin = uniform(settings.seed, position, TOKEN)[0]
+    low, high = (cdf - weights.double() / weights.sum())[list(tokens)], cdf[list(tokens)]
+    return float(torch.maximum(low - coin, coin - high).clamp(min=0).max())

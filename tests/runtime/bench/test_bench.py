@@ -1,0 +1,284 @@
+"""Benchmark: datasets, the pairing of runs, the report, and how differences are found and judged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eagle_run.bench.result import merge
+from eagle_run.bench.runner import bench
+from eagle_run.datasets import Question, read_prompts, read_questions
+from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.tree import TreeShape, best_static
+from eagle_run.engine.mismatch import find_mismatch, next_logits
+from eagle_run.engine.opening import Engine, open_engine
+from eagle_run.engine.request import Stats
+from eagle_run.errors import EagleError, UsageError
+
+QUESTIONS = [
+    Question("81", "writing", ("hello there", "and now?")),
+    Question("82", "math", ("one and one",)),
+    Question("83", "math", ("two",)),
+]
+TREE = TreeShape.dynamic(2, 2, 5)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_bundle: Path) -> Engine:
+    return open_engine(tiny_bundle, threads=1)
+
+
+def test_report_has_what_the_design_promises(engine: Engine) -> None:
+    report = bench(engine, QUESTIONS, TREE, max_new_tokens=16).report(per_prompt=True)
+    json.dumps(report)
+    assert report["bundle"] == "tiny"
+    assert report["prompts"] == 3
+    assert report["tree"]["depth"] == 2
+    assert report["identical_outputs"] == 1.0
+    assert report["mismatches"] == []
+    assert report["plain"]["tokens_per_second"] > 0
+    speculative = report["speculative"]
+    for key in (
+        "tokens_per_second",
+        "tokens_per_round",
+        "acceptance_by_depth",
+        "draft_ms",
+        "verify_ms",
+        "glue_ms",
+    ):
+        assert key in speculative
+    assert report["plain"]["tokens"] == speculative["tokens"]
+    ratio = speculative["tokens_per_second"] / report["plain"]["tokens_per_second"]
+    assert report["speedup"] == pytest.approx(ratio, rel=1e-2)
+    assert {"cpu", "cores", "threads", "torch", "onnxruntime"} <= set(report["environment"])
+    assert [entry["ids"] for entry in report["per_prompt"]] == [["81"], ["81"], ["82"], ["83"]]
+
+
+def test_order_alternates_and_warm_up_is_not_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    decode = Engine.decode
+
+    def spy(self: Engine, requests: Any, shape: TreeShape, **options: Any) -> Any:
+        order.append(shape.kind)
+        return decode(self, requests, shape, **options)
+
+    monkeypatch.setattr(Engine, "decode", spy)
+    told: list[int] = []
+    result = bench(
+        engine, QUESTIONS[1:], TREE, max_new_tokens=4, repeat=2, progress=lambda done, _: told.append(done)
+    )
+    pair = ["plain", "dynamic"]
+    assert order == pair + 2 * (pair + pair[::-1])
+    assert told == [1, 2]
+    assert [len(pair.plain) for pair in result.pairs] == [2, 2]
+    assert result.report()["plain"]["tokens"] == 8
+
+
+def test_later_turns_follow_the_first_answer(engine: Engine) -> None:
+    result = bench(engine, QUESTIONS[:1], TREE, max_new_tokens=8)
+    first, second = result.pairs
+    said = first.plain[0].answers[0].text
+    history = [
+        {"role": "user", "content": "hello there"},
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": "and now?"},
+    ]
+    assert second.plain[0].stats.prompt_tokens == len(engine.request(history).prompt)
+
+
+def test_turns_beyond_the_context_are_skipped_and_counted(engine: Engine) -> None:
+    long = Question("9", "", ("x" * 120, "y" * 120))
+    result = bench(engine, [long], TREE, max_new_tokens=4)
+    assert len(result.pairs) == 1
+    assert result.report()["skipped_turns"] == 1
+    with pytest.raises(EagleError, match="question 10 has"):
+        bench(engine, [QUESTIONS[0], Question("10", "", ("x" * 300,))], TREE)
+
+
+def test_batches_give_the_same_counts(tiny_bundle: Path, engine: Engine) -> None:
+    together = bench(open_engine(tiny_bundle, threads=1, batch=2), QUESTIONS, TREE, max_new_tokens=12)
+    alone = bench(engine, QUESTIONS, TREE, max_new_tokens=12)
+    a, b = together.report()["speculative"], alone.report()["speculative"]
+    assert a["acceptance_by_depth"] == b["acceptance_by_depth"]
+    assert a["tokens"] == b["tokens"]
+    assert together.identical_outputs == 1.0
+
+
+def test_sampled_drafts_are_not_compared_token_by_token(engine: Engine) -> None:
+    sampling = SamplingSettings(temperature=1.0, seed=1)
+    result = bench(engine, QUESTIONS[1:], best_static(2, 2, 5), sampling, rule="sampled", max_new_tokens=12)
+    assert result.identical_outputs is None
+    assert result.report()["mismatches"] == []
+    greedy = bench(engine, QUESTIONS[1:], best_static(2, 2, 5), rule="sampled", max_new_tokens=12)
+    assert greedy.identical_outputs == 1.0
+
+
+def test_a_difference_is_reported(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = Engine.decode
+
+    def wrong(self: Engine, requests: Any, shape: TreeShape, **options: Any) -> Any:
+        decoded = decode(self, requests, shape, **options)
+        if shape.kind != "plain":
+            decoded.answers[0].tokens[2] += 1
+        return decoded
+
+    monkeypatch.setattr(Engine, "decode", wrong)
+    result = bench(engine, QUESTIONS[1:], TREE, max_new_tokens=6)
+    assert result.identical_outputs == 0.0
+    found = result.report()["mismatches"]
+    assert [(entry["id"], entry["position"], entry["tie"]) for entry in found] == [
+        ("82", 2, False),
+        ("83", 2, False),
+    ]
+    assert all(entry["gap"] > 1e-3 for entry in found)
+
+
+def test_a_run_that_does_not_repeat_itself_is_an_error(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, count = Engine.decode, iter(range(100))
+
+    def unsteady(self: Engine, requests: Any, shape: TreeShape, **options: Any) -> Any:
+        decoded = decode(self, requests, shape, **options)
+        decoded.answers[0].tokens[0] = next(count)
+        return decoded
+
+    monkeypatch.setattr(Engine, "decode", unsteady)
+    with pytest.raises(EagleError, match="second time"):
+        bench(engine, QUESTIONS[1:], TREE, max_new_tokens=4, repeat=2)
+
+
+def test_nothing_to_measure(engine: Engine) -> None:
+    with pytest.raises(UsageError):
+        bench(engine, [], TREE)
+    with pytest.raises(UsageError):
+        bench(engine, QUESTIONS, TREE, repeat=0)
+
+
+@pytest.mark.parametrize("length", [1, 7, 33])
+def test_next_logits_are_those_of_decoding(engine: Engine, length: int) -> None:
+    prompt = engine.request("a prompt of more than one chunk, yes", raw=True).prompt[:length]
+    logits = next_logits(engine.decoder.session, prompt, chunk=engine.decoder.chunk)
+    request = engine.request("x", max_new_tokens=1)
+    from dataclasses import replace
+
+    token = engine.decode([replace(request, prompt=prompt)], TreeShape.plain()).tokens[0][0]
+    assert int(logits.argmax()) == token
+
+
+def _compare(engine: Engine, tokens: list[int], sampling: SamplingSettings, changed: dict[int, int]) -> Any:
+    request = engine.request("hello there", sampling=sampling)
+    other = [changed.get(place, token) for place, token in enumerate(tokens)]
+    return find_mismatch(engine.decoder.session, request, tokens, other, chunk=engine.decoder.chunk)
+
+
+def test_gap_at_temperature_zero_is_the_missing_logit(engine: Engine) -> None:
+    request = engine.request("hello there", max_new_tokens=6)
+    tokens = engine.decode([request], TreeShape.plain()).tokens[0]
+    logits = next_logits(engine.decoder.session, [*request.prompt, *tokens[:4]], chunk=16)
+    second = int(logits.topk(2).indices[1])
+    found = _compare(engine, tokens, SamplingSettings(), {4: second, 5: 0})
+    assert (found.position, found.plain, found.speculative) == (4, tokens[4], second)
+    assert found.gap == pytest.approx(float(logits.max() - logits[second]), rel=1e-5)
+    assert _compare(engine, tokens, SamplingSettings(), {}) is None
+
+
+def test_gap_above_zero_is_how_far_the_coin_lies_outside(engine: Engine) -> None:
+    sampling = SamplingSettings(temperature=0.8, top_k=20, seed=11)
+    request = engine.request("hello there", sampling=sampling, max_new_tokens=6)
+    tokens = engine.decode([request], TreeShape.plain()).tokens[0]
+    logits = next_logits(engine.decoder.session, [*request.prompt, *tokens[:3]], chunk=16)
+    kept = logits.topk(20).indices
+    p = torch.zeros_like(logits).double()
+    p[kept] = torch.softmax(logits[kept].double() / 0.8, -1)
+    ids = [int(i) for i in sorted(kept.tolist())]
+    place = ids.index(tokens[3])  # drawn here: its own interval holds the coin, so its own gap is zero
+    beyond = ids[place + 2] if place + 2 < len(ids) else ids[place - 2]
+    found = _compare(engine, tokens, sampling, {3: beyond})
+    between = ids[place + 1] if beyond > tokens[3] else ids[place - 1]
+    assert float(p[between]) - 1e-6 <= found.gap <= float(p[between] + p[tokens[3]]) + 1e-6
+
+
+def test_an_answer_that_ends_early_has_no_gap(engine: Engine) -> None:
+    request = engine.request("hello there")
+    found = find_mismatch(engine.decoder.session, request, [5, 6], [5], chunk=16)
+    assert found is not None
+    assert (found.position, found.plain, found.speculative, found.gap, found.tie) == (1, 6, None, None, False)
+
+
+def test_merge_adds_everything() -> None:
+    a, b = Stats(tokens=3, prefill_seconds=1.0), Stats(tokens=4, prefill_seconds=0.5)
+    a.count([3, 1])
+    b.count([2])
+    total = merge([a, b])
+    assert (total.tokens, total.prefill_seconds, total.rounds, total.emitted) == (7, 1.5, 3, 6)
+    assert total.reached == [3, 2, 1]
+    assert total.acceptance_by_depth == pytest.approx([2 / 3, 1 / 2])
+
+
+def _write(path: Path, *lines: Any) -> Path:
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return path
+
+
+def test_questions_from_a_file(tmp_path: Path) -> None:
+    file = _write(
+        tmp_path / "q.jsonl",
+        {"question_id": 81, "category": "writing", "turns": ["a", "b"]},
+        "",
+        {"prompt": "c"},
+        '"d"',
+    )
+    assert read_questions(file) == [
+        Question("81", "writing", ("a",)),
+        Question("3", "", ("c",)),
+        Question("4", "", ("d",)),
+    ]
+    assert read_questions(file, limit=1, turns="all") == [Question("81", "writing", ("a", "b"))]
+    assert read_prompts(file) == ["a", "c", "d"]
+    chat = [{"role": "user", "content": "hi"}]
+    assert read_prompts(_write(tmp_path / "m.jsonl", {"messages": chat})) == [chat]
+
+
+def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
+    """JSON allows these unescaped inside a string, where str.splitlines would break."""
+    prompt = "a\u2028b\u2029c\x85d"
+    file = tmp_path / "q.jsonl"
+    line = json.dumps({"prompt": prompt}, ensure_ascii=False)
+    file.write_bytes(f'{line}\r\n"next"\n'.encode())
+    assert read_prompts(file) == [prompt, "next"]
+    assert [question.id for question in read_questions(file)] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{not json", "line 2: not JSON"),
+        ('{"turns": ["\\ud800 x"]}', "line 2: the text is not valid Unicode"),
+        ("[1]", "line 2: expected a string"),
+        ({"turns": []}, "line 2"),
+        ({"turns": [1]}, "line 2"),
+        ({"turns": ["  "]}, "line 2.*empty"),
+        ({"text": "x"}, "line 2"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path: Path, line: Any, message: str) -> None:
+    file = _write(tmp_path / "q.jsonl", {"turns": ["a"]}, line)
+    with pytest.raises(EagleError, match=message):
+        read_questions(file)
+    with pytest.raises(EagleError, match=message):
+        read_prompts(file)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(EagleError, match="cannot be read"):
+        read_questions(tmp_path / "none.jsonl")
+    with pytest.raises(EagleError, match="no questions"):
+        read_questions(_write(tmp_path / "empty.jsonl", ""))
+    (tmp_path / "latin.jsonl").write_bytes(b'{"turns": ["caf\xe9"]}')
+    with pytest.raises(EagleError, match="byte 0xe9 at offset 15"):
+        read_questions(tmp_path / "latin.jsonl")

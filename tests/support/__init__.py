@@ -1,0 +1,1 @@
+"""Builders and stand-ins that tests share: bundles, heads, targets, engines, data."""
