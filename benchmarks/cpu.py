@@ -139,10 +139,10 @@ class Run:
         """Milliseconds of a target and a draft forward by rows and attended width, sizes taken in turns."""
         import torch
 
-        session = self.engine.decoder.session
+        runner = self.engine.decoder.runner
         shapes = [(rows, kv) for kv in (128, 256, 512) for rows in (1, 2, 3, 4, 6, 8, 12, 16, 32)]
         calls = {}
-        for name, make in (("target", session.target), ("draft", session.draft)):
+        for name, make in (("target", runner.target), ("draft", runner.draft)):
             for rows, kv in shapes:
                 call = make(rows, rows, kv)
                 call.inputs["tree_mask"].fill_(True)
@@ -228,7 +228,7 @@ class Run:
     def sets(self) -> dict[str, Any]:
         """The question sets at T=0 and T=1 with one tree."""
         from eagle_run.bench.runner import bench
-        from eagle_run.decoding.sampling import SamplingSettings
+        from eagle_run.decoding.sampling import SamplingParams
         from eagle_run.decoding.tree_spec import parse_spec
 
         spec = self.options["tree"] or self.results["trees"][0]["tree"]
@@ -239,7 +239,7 @@ class Run:
                     self.engine,
                     self.questions(name, self.options["limit"]),
                     parse_spec(spec),
-                    SamplingSettings(temperature=temperature, seed=1),
+                    SamplingParams(temperature=temperature, seed=1),
                     max_new_tokens=self.options["max_new_tokens"],
                 )
                 report = result.report(per_prompt=True)

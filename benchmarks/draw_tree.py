@@ -52,14 +52,14 @@ def decode(bundle: str, tree: str, prompt: str, rounds: int) -> list[Round]:
     from eagle_run.engine.round import observed_step
 
     engine = open_engine(bundle, device="cpu")
-    session, shape = engine.decoder.session, parse_spec(tree)
+    runner, shape = engine.decoder.runner, parse_spec(tree)
     request = engine.request(prompt)
-    state = session.new_state(shape.depth + 1, stack([request.sampling]))
-    prefill(session, state, 0, request.prompt, chunk=engine.decoder.chunk)
+    state = runner.new_state(shape.depth + 1, stack([request.sampling]))
+    prefill(runner, state, 0, request.prompt, chunk=engine.decoder.chunk)
     tokens, seen = list(request.prompt), []
     for _ in range(rounds):
-        kv = kv_bucket(len(tokens) + shape.cache_rows, session.cache_rows)
-        plan, forward, path = observed_step(session, state, shape, kv=kv)
+        kv = kv_bucket(len(tokens) + shape.cache_rows, runner.cache_rows)
+        plan, forward, path = observed_step(runner, state, shape, kv=kv)
         length = int(path.length[0])
         emitted = path.tokens[0, :length].tolist()
         accepted = path.nodes[0, :length].tolist()

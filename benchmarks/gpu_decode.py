@@ -13,15 +13,15 @@ from typing import Any
 
 from benchmarks.gpu_measure import Timeline
 from benchmarks.gpu_models import Measured, Setup
-from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.decoding.tree_spec import parse_spec
 from eagle_run.engine.mismatch import find_mismatch
 from eagle_run.engine.request import Request, Stats
 
 PLAIN = TreeShape.plain()
-GREEDY = SamplingSettings()
-SAMPLED = (SamplingSettings(1.0, top_p=0.9, seed=1), SamplingSettings(0.7, top_p=0.8, seed=2))
+GREEDY = SamplingParams()
+SAMPLED = (SamplingParams(1.0, top_p=0.9, seed=1), SamplingParams(0.7, top_p=0.8, seed=2))
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def warm(measured: Measured, requests: Sequence[Request], shape: TreeShape) -> D
     return done
 
 
-def requests_for(setup: Setup, plan: Plan, count: int, sampling: SamplingSettings = GREEDY) -> list[Request]:
+def requests_for(setup: Setup, plan: Plan, count: int, sampling: SamplingParams = GREEDY) -> list[Request]:
     """`count` requests; each samples with a seed of its own."""
     prompts = setup.prompts(count, plan.prompt)
     return [

@@ -54,16 +54,16 @@ def _load(folder: Path, backend: str, device: str) -> tuple[Setup, str | None]:
     from eagle_run.engine.opening import open_engine
 
     engine = open_engine(folder, backend=backend, device=device)
-    manifest, session = engine.bundle.manifest, engine.decoder.session
-    ids = session.draft_to_target
+    manifest, runner = engine.bundle.manifest, engine.decoder.runner
+    ids = runner.draft_to_target
     weights = {name: _bytes(folder, name) for name in ("target", "draft", "fuse")}
     setup = Setup(
         name=f"{manifest.name} {engine.backend}",
-        graphs=session.graphs,
+        graphs=runner.graphs,
         draft_to_target=torch.arange(manifest.target.vocab_size) if ids is None else ids,
         vocab=manifest.target.vocab_size,
         precision=engine.precision,
-        device=session.device,
+        device=runner.device,
         max_seq_len=manifest.limits.max_seq_len,
         chunk=manifest.limits.prefill_chunk,
         target_bytes=weights["target"],

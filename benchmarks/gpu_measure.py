@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from eagle_run.backends.stream import on_stream, stream_of, wait
-from eagle_run.engine.cuda_graphs import CapturedRounds, Function
+from eagle_run.engine.cuda_graphs import CudaGraphRunner, Function
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def milliseconds(start: Any, end: Any) -> float:
     return 1e3 * (end - start) if isinstance(start, float) else float(start.elapsed_time(end))
 
 
-class MeasuredRounds(CapturedRounds):
+class MeasuredRounds(CudaGraphRunner):
     """Rounds with a mark before and behind each."""
 
     def __init__(self, device: torch.device, *, enabled: bool = True) -> None:
@@ -78,7 +78,7 @@ def alone(device: torch.device, functions: dict[str, Function], *, times: int = 
 
     In turns, so that all see the same clocks, and none finds its weights in a cache that it filled itself.
     """
-    rounds = CapturedRounds(device, enabled=device.type == "cuda")
+    rounds = CudaGraphRunner(device, enabled=device.type == "cuda")
     marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in functions}
     for turn in range(times + 3):  # once as it is, once captured, once replayed for nothing
         for name, function in functions.items():

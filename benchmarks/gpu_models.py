@@ -23,7 +23,7 @@ from eagle_export.reference.eager import draft_graph, fuse_graph, target_graph
 from eagle_run.backends.base import Graph
 from eagle_run.backends.stream import on_stream
 from eagle_run.engine.decoder import Decoder
-from eagle_run.engine.model_runner import Session
+from eagle_run.engine.model_runner import ModelRunner
 
 
 @dataclass(frozen=True)
@@ -88,27 +88,27 @@ class Setup:
         """Of one weight."""
         return {"fp32": 4, "fp8": 1}.get(self.precision, 2)
 
-    def session(self, batch: int, *, scripted: bool = False) -> tuple[Session, Script | None]:
+    def runner(self, batch: int, *, scripted: bool = False) -> tuple[ModelRunner, Script | None]:
         """`batch` slots over the graphs, and with `scripted` the script of their draft."""
         graphs, script = dict(self.graphs), None
         with on_stream(self.device):
             if scripted:
                 script = Script(batch, self.max_seq_len + 64, self.draft_to_target, self.vocab, self.device)
                 graphs["draft"] = ScriptedDraft(graphs["draft"], script)
-            session = Session(
+            runner = ModelRunner(
                 graphs,
                 batch=batch,
                 draft_to_target=self.draft_to_target,
                 device=str(self.device),
                 precision=self.precision,
             )
-        return session, script
+        return runner, script
 
-    def decoder(self, session: Session, *, capture: bool = True) -> Measured:
+    def decoder(self, runner: ModelRunner, *, capture: bool = True) -> Measured:
         """A decoder with a clock on each of its rounds."""
-        rounds = MeasuredRounds(self.device, enabled=capture and session.capturable)
+        rounds = MeasuredRounds(self.device, enabled=capture and runner.capturable)
         decoder = Decoder(
-            session,
+            runner,
             max_seq_len=self.max_seq_len,
             chunk=self.chunk,
             max_nodes=self.max_nodes,

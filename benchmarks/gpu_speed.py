@@ -18,7 +18,7 @@ from benchmarks.scripted_draft import Script
 from eagle_run.backends.stream import on_stream
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.decoding.tree_spec import parse_spec
-from eagle_run.engine.model_runner import Session
+from eagle_run.engine.model_runner import ModelRunner
 from eagle_run.engine.prefill import kv_bucket
 from eagle_run.engine.request import Request
 
@@ -50,12 +50,12 @@ def speed(setup: Setup, plan: Plan, batch: int, budget: Budget, rates: Mapping[s
 
 @dataclass(frozen=True)
 class Bench:
-    """One batch: a session whose draft follows a script, with captured rounds and with called ones."""
+    """One batch: a runner whose draft follows a script, with captured rounds and with called ones."""
 
     setup: Setup
     plan: Plan
     rates: Mapping[str, float]
-    session: Session
+    runner: ModelRunner
     script: Script
     captured: Measured
     called: Measured
@@ -64,13 +64,13 @@ class Bench:
 
     @classmethod
     def of(cls, setup: Setup, plan: Plan, batch: int, rates: Mapping[str, float]) -> Bench:
-        session, script = setup.session(batch, scripted=True)
+        runner, script = setup.runner(batch, scripted=True)
         assert script is not None
-        captured, called = setup.decoder(session), setup.decoder(session, capture=False)
+        captured, called = setup.decoder(runner), setup.decoder(runner, capture=False)
         requests = requests_for(setup, plan, batch)
         answers = warm(captured, requests, PLAIN).tokens
         texts = [(*request.prompt, *answer) for request, answer in zip(requests, answers, strict=True)]
-        return cls(setup, plan, rates, session, script, captured, called, requests, texts)
+        return cls(setup, plan, rates, runner, script, captured, called, requests, texts)
 
     def plain(self) -> dict[str, Any]:
         """Plain decoding, captured and called."""
@@ -138,22 +138,22 @@ class Bench:
 
     def _graphs(self, shape: TreeShape) -> dict[str, float]:
         """The forwards of a round, each alone, and one after another with nothing between."""
-        session, state = self.session, self.captured.decoder.state(shape)
-        kv = kv_bucket(self.plan.prompt + self.plan.tokens // 2 + shape.cache_rows, session.cache_rows)
+        runner, state = self.runner, self.captured.decoder.state(shape)
+        kv = kv_bucket(self.plan.prompt + self.plan.tokens // 2 + shape.cache_rows, runner.cache_rows)
         with on_stream(self.setup.device):
-            prime = session.draft(shape.depth + 1, 1, kv)
-            levels = [session.draft(level.width, level.width, kv) for level in shape.levels[1:]]
-            verify = session.target(shape.nodes, shape.nodes, kv)
+            prime = runner.draft(shape.depth + 1, 1, kv)
+            levels = [runner.draft(level.width, level.width, kv) for level in shape.levels[1:]]
+            verify = runner.target(shape.nodes, shape.nodes, kv)
             for forward in (prime, *levels, verify):
                 forward.inputs["tree_mask"][..., 0] = True  # a new buffer shows nothing, which would be NaN
 
         def in_a_row() -> None:
-            session.fuse(state.pending_features)
+            runner.fuse(state.pending_features)
             for forward in (prime, *levels, verify):
                 forward.run()
 
         functions: dict[str, Callable[[], Any]] = {
-            "fuse": lambda: session.fuse(state.pending_features),
+            "fuse": lambda: runner.fuse(state.pending_features),
             "prime": prime.run,
             "verify": verify.run,
             "in_a_row": in_a_row,
@@ -177,7 +177,7 @@ class Bench:
         if not self.rates or not self.setup.target_bytes:
             return {}
         weights = self.setup.target_bytes / self.setup.weight_bytes
-        products = 2 * weights * rows * self.session.batch / self.rates["product_per_second"]
+        products = 2 * weights * rows * self.runner.batch / self.rates["product_per_second"]
         least = 1e3 * max(self.setup.target_bytes / self.rates["copy_bytes_per_second"], products)
         return {"least_ms": least, "share_of_least": least / found}
 

@@ -51,7 +51,7 @@ def measure(
     """Fills results["heads"][name], one tree, temperature and question set after the other."""
     from eagle_export.checkpoints.weights import folder_identity
     from eagle_run.datasets import read_questions
-    from eagle_run.decoding.sampling import SamplingSettings
+    from eagle_run.decoding.sampling import SamplingParams
     from eagle_run.decoding.tree_spec import parse_spec
     from eagle_run.engine.opening import open_engine
 
@@ -73,7 +73,7 @@ def measure(
                         continue
                     start = time.perf_counter()
                     questions = read_questions(options["data"] / f"{set_name}.jsonl", limit=options["limit"])
-                    sampling = SamplingSettings(temperature=temperature, seed=1)
+                    sampling = SamplingParams(temperature=temperature, seed=1)
                     requests = [
                         engine.request(
                             q.turns[0], sampling=sampling, max_new_tokens=options["max_new_tokens"]

@@ -64,7 +64,7 @@ def measure(variant: dict[str, Any], questions: Path, max_new_tokens: int, folde
     from eagle_export.reference.modules import reference_of
     from eagle_export.verify.accuracy import choose_requests, runnable_graphs
     from eagle_export.verify.accuracy import measure as compare
-    from eagle_run.tokenizer import Text
+    from eagle_run.tokenizer import Tokenizer
 
     fp8 = Fp8Options(keep=variant.get("keep", ()), lm_head=variant.get("lm_head", False))
     options = BuildOptions(
@@ -83,7 +83,7 @@ def measure(variant: dict[str, Any], questions: Path, max_new_tokens: int, folde
     files = {artifact.graph: bundle.file(artifact) for artifact in manifest.artifacts}
     graphs, backend = runnable_graphs(files, own, variant["precision"], manifest.limits.cache_rows)  # type: ignore[arg-type]
     requests = choose_requests(
-        Text.load(bundle.tokenizer_dir),
+        Tokenizer.load(bundle.tokenizer_dir),
         manifest.stop_token_ids,
         max_seq_len=manifest.limits.max_seq_len,
         questions=questions,

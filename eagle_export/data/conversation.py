@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from eagle_run.errors import EagleError
-from eagle_run.tokenizer import Text
+from eagle_run.tokenizer import Tokenizer
 
 Message = dict[str, str]
 _MARK = "MARKOFTHETURN"
@@ -54,7 +54,7 @@ class Conversation:
         """Answers so far."""
         return sum(message["role"] == "assistant" for message in self.messages)
 
-    def ask(self, text: Text, said: str) -> None:
+    def ask(self, text: Tokenizer, said: str) -> None:
         """The user says this; `tokens` are then what the target answers."""
         self.messages.append({"role": "user", "content": said})
         full = text.render(self.messages)
@@ -65,7 +65,7 @@ class Conversation:
         self.mask += [0] * len(tail)
         self._rendered = full
 
-    def answer(self, text: Text, tokens: Sequence[int], stop_tokens: frozenset[int]) -> None:
+    def answer(self, text: Tokenizer, tokens: Sequence[int], stop_tokens: frozenset[int]) -> None:
         """The target has answered with these."""
         self.tokens += tokens
         self.mask += [1] * len(tokens)
@@ -74,7 +74,7 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": content})
         self._rendered += content + text.decode(tokens[len(said) :], skip_special_tokens=False)
 
-    def before_turn(self, text: Text) -> list[int]:
+    def before_turn(self, text: Tokenizer) -> list[int]:
         """The tokens after which the user's next words come. Raises EagleError as `around_turn` does."""
         prefix, _ = around_turn(text, self.messages)
         if not prefix.startswith(self._rendered):
@@ -91,7 +91,7 @@ class Conversation:
         self.tokens, self.mask, self._rendered = [], [], ""
 
 
-def around_turn(text: Text, messages: Sequence[Message]) -> tuple[str, str]:
+def around_turn(text: Tokenizer, messages: Sequence[Message]) -> tuple[str, str]:
     """What the chat template writes before and after the user's next words, up to the answer."""
     rendered = text.render([*messages, {"role": "user", "content": _MARK}])
     prefix, mark, suffix = rendered.rpartition(_MARK)
@@ -103,7 +103,7 @@ def around_turn(text: Text, messages: Sequence[Message]) -> tuple[str, str]:
     return prefix, suffix
 
 
-def end_of_turn(text: Text) -> tuple[frozenset[int], tuple[str, ...]]:
+def end_of_turn(text: Tokenizer) -> tuple[frozenset[int], tuple[str, ...]]:
     """Tokens and texts at which a turn of the user is over, when the target writes it."""
     _, suffix = around_turn(text, [])
     first = text.encode(suffix, add_special_tokens=False)[:1] if suffix.strip() else []

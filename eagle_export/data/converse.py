@@ -27,7 +27,7 @@ from eagle_export.data.settings import (
 )
 from eagle_export.data.variety import Excluded, Seen
 from eagle_export.data.writing import write_turns
-from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.engine.request import Request
 
 _LEAST_ROOM = 8  # tokens that an answer must have room for
@@ -118,7 +118,7 @@ class Host:
         requests = [
             Request(
                 prompt=tuple(talk.tokens),
-                sampling=SamplingSettings(
+                sampling=SamplingParams(
                     temperature=talk.temperature,
                     top_k=self.settings.top_k,
                     seed=mixed(talk.seed, ANSWER, talk.turn),

@@ -19,11 +19,11 @@ from eagle_export.device import device_named, multiplies_bf16
 from eagle_export.reference import recipe as recipes
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.engine.decoder import Decoder
-from eagle_run.engine.model_runner import Session
+from eagle_run.engine.model_runner import ModelRunner
 from eagle_run.engine.opening import one_torch_thread
 from eagle_run.engine.request import Request, Stats
 from eagle_run.errors import EagleError, UsageError
-from eagle_run.tokenizer import Text
+from eagle_run.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from eagle_run.bundle.loading import Bundle
@@ -55,7 +55,7 @@ class Generator:
     """A target that answers. `target` and `tokenizer` are its identities, as data.json has them."""
 
     decoder: Decoder
-    text: Text
+    text: Tokenizer
     stop_tokens: frozenset[int]
     target: dict[str, Any]
     tokenizer: dict[str, Any]
@@ -73,7 +73,7 @@ class Generator:
         width that is attended to is that of the longest. None of that changes a reply.
         """
         replies = [Reply() for _ in requests]
-        # Text is made only where its end depends on it.
+        # Tokenizer is made only where its end depends on it.
         self.decoder.text = self.text if any(request.stop_strings for request in requests) else None
         # A second pool of threads would only be in the way of ONNX Runtime's.
         alone = one_torch_thread() if self.backend.startswith("onnxruntime") else nullcontext()
@@ -125,11 +125,11 @@ def _of_bundle(path: str, place: Place, max_seq_len: int, log: Callable[[str], N
             f"--batch {place.batch} passes the {limits.max_batch} that the engines were compiled for",
             hint="give a smaller --batch, or the model's folder or recipe in place of the bundle",
         )
-    session = Session(opened.graphs, batch=place.batch, device=opened.device, precision=opened.precision)
-    text = Text.load(bundle.tokenizer_dir)
+    runner = ModelRunner(opened.graphs, batch=place.batch, device=opened.device, precision=opened.precision)
+    text = Tokenizer.load(bundle.tokenizer_dir)
     bundle.check_unchanged()
     return Generator(
-        decoder=Decoder(session, max_seq_len=max_seq_len, chunk=limits.prefill_chunk),
+        decoder=Decoder(runner, max_seq_len=max_seq_len, chunk=limits.prefill_chunk),
         text=text,
         stop_tokens=frozenset(bundle.manifest.stop_token_ids),
         target=_bundle_target(bundle),
@@ -161,12 +161,12 @@ def _of_source(target: str, place: Place, max_seq_len: int) -> Generator:
     chunk = min(_CHUNK, max_seq_len)
     rows = -(-(max_seq_len + chunk) // _ROW_STEP) * _ROW_STEP
     with on_stream(device):
-        session = Session(
+        runner = ModelRunner(
             eager_graphs(modules, rows), batch=place.batch, device=str(device), precision=precision
         )
     text = load_text(found.folder)
     return Generator(
-        decoder=Decoder(session, max_seq_len=max_seq_len, chunk=chunk),
+        decoder=Decoder(runner, max_seq_len=max_seq_len, chunk=chunk),
         text=text,
         stop_tokens=_stop_tokens(text, found.folder, config.vocab_size),
         target={
@@ -180,16 +180,16 @@ def _of_source(target: str, place: Place, max_seq_len: int) -> Generator:
     )
 
 
-def load_text(folder: Path) -> Text:
+def load_text(folder: Path) -> Tokenizer:
     """The tokenizer of a model folder; one without tokenizer.json is converted by Transformers."""
     if (folder / "tokenizer.json").is_file():
-        return Text.load(folder)
+        return Tokenizer.load(folder)
     from transformers import AutoTokenizer
 
     try:
         with tempfile.TemporaryDirectory() as temporary:
             AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(temporary)
-            return Text.load(temporary)
+            return Tokenizer.load(temporary)
     except (OSError, ValueError) as error:
         raise EagleError(
             f"{folder}: no readable tokenizer: {error}",
@@ -197,7 +197,7 @@ def load_text(folder: Path) -> Text:
         ) from error
 
 
-def _stop_tokens(text: Text, folder: Path, vocab_size: int) -> frozenset[int]:
+def _stop_tokens(text: Tokenizer, folder: Path, vocab_size: int) -> frozenset[int]:
     """As a build finds them: the generation config's or tokenizer's, else those of config.json."""
     ids = list(text.eos_token_ids)
     if not ids:
@@ -206,9 +206,9 @@ def _stop_tokens(text: Text, folder: Path, vocab_size: int) -> frozenset[int]:
     return frozenset(token for token in ids if 0 <= token < vocab_size)
 
 
-def identity(text: Text) -> dict[str, Any]:
+def identity(text: Tokenizer) -> dict[str, Any]:
     """What a tokenizer is, however its files are written: hashes of vocabulary and chat template."""
-    vocabulary = sorted(text.tokenizer.get_vocab(with_added_tokens=True).items())
+    vocabulary = sorted(text.backend_tokenizer.get_vocab(with_added_tokens=True).items())
     template = text.chat_template or ""
     return {
         "vocabulary_sha256": hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest(),

@@ -8,7 +8,7 @@ from eagle_export.data.conversation import Conversation, end_of_turn
 from eagle_export.data.generator import Generator, Reply
 from eagle_export.data.openings import Opening, Openings
 from eagle_export.data.settings import OPENING, WRITE, DataSettings, mixed
-from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.engine.request import Request
 
 LONGEST_TURN = 192  # tokens; longer ones have lost their thread
@@ -43,7 +43,7 @@ def write_turns(
             room = min(room, settings.max_prompt_tokens - len(prompt))
         if not opening.whole and room > 0:
             places.append(place)
-            sampling = SamplingSettings(
+            sampling = SamplingParams(
                 temperature=settings.prompt_temperature,
                 top_k=settings.top_k,
                 seed=mixed(talk.seed, WRITE, talk.turn),

@@ -64,7 +64,7 @@ def choose_profiles(
             "the profile plain holds one row only, so it cannot serve prompts",
             hint="add prefill or verify to the profiles",
         )
-    alone = 2 if precision == "fp8" else 1  # rows of plain decoding: see Session
+    alone = 2 if precision == "fp8" else 1  # rows of plain decoding: see ModelRunner
     return _cached(graph, limits, tree, wanted or usable[-1:], alone)
 
 

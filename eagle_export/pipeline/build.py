@@ -211,7 +211,7 @@ def measure_accuracy(plan: Plan, folder: Path, report: Report) -> AccuracyInfo |
     """
     from eagle_export.reference.modules import DTYPES, load_modules
     from eagle_export.verify.accuracy import choose_requests, measure, runnable_graphs
-    from eagle_run.tokenizer import Text
+    from eagle_run.tokenizer import Tokenizer
 
     if plan.precision == "fp32":
         return None
@@ -225,7 +225,7 @@ def measure_accuracy(plan: Plan, folder: Path, report: Report) -> AccuracyInfo |
             own = load_modules(plan.target, plan.loaded, DTYPES[plan.dtype], plan.limits.max_seq_len)
         files = {path.stem: path for path in (folder / "onnx").glob("*.onnx")}
         graphs, backend = runnable_graphs(files, own, plan.precision, plan.limits.cache_rows)
-    text = Text.load(folder / TOKENIZER)
+    text = Tokenizer.load(folder / TOKENIZER)
     requests = choose_requests(
         text,
         stop_tokens(plan, folder),

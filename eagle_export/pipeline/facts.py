@@ -91,9 +91,9 @@ def same_vocabulary(loaded: LoadedHead) -> bool:
 
 def stop_tokens(plan: Plan, folder: Path) -> tuple[int, ...]:
     """Where answers end: the generation config's eos_token_id, else the tokenizer's, else the config's."""
-    from eagle_run.tokenizer import Text
+    from eagle_run.tokenizer import Tokenizer
 
-    ids = Text.load(folder / "tokenizer").eos_token_ids
+    ids = Tokenizer.load(folder / "tokenizer").eos_token_ids
     if not ids:
         eos = getattr(plan.config, "eos_token_id", None)
         ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)

@@ -179,9 +179,9 @@ def _calibrated(plan: Plan, tokenizer: Path, report: Report, journal: Partial) -
 def _calibrate(plan: Plan, tokenizer: Path, report: Report) -> Scales:
     from eagle_export.quantize.fp8.calibrate import calibrate, encode
     from eagle_export.reference.modules import DTYPES, load_modules
-    from eagle_run.tokenizer import Text
+    from eagle_run.tokenizer import Tokenizer
 
-    text = Text.load(tokenizer)
+    text = Tokenizer.load(tokenizer)
     most = plan.limits.max_seq_len
     prompts = [ids[:most] for ids in encode(text, _questions(plan.fp8.prompts))]
     with report.step("load the weights in fp32"):
@@ -205,13 +205,13 @@ def find_costs(target: str, prompts: Path | None, scales_file: Path | None, repo
     from eagle_export.quantize.fp8.sensitivity import PROMPT_COUNT, sensitivity
     from eagle_export.reference import recipe
     from eagle_export.reference.modules import DTYPES, load_modules
-    from eagle_run.tokenizer import Text
+    from eagle_run.tokenizer import Tokenizer
 
     with report.step("find the weights"):
         found = recipe.resolve_target(target)
     with report.step("load the weights in fp32"):
         modules = load_modules(found, None, DTYPES["fp32"])
-    text = Text.load(found.folder)
+    text = Tokenizer.load(found.folder)
     ids = encode(text, _questions(prompts))
     if scales_file is None:
         with report.bar("calibrate fp8") as update:

@@ -22,7 +22,7 @@ from eagle_run.bundle.manifest import SCHEMA_VERSION, Artifact, BackendName, Gra
 from eagle_run.bundle.records import EngineInfo, FileEntry, explain
 from eagle_run.bundle.tensors import GraphSpec
 from eagle_run.errors import EagleError, UsageError, first_line
-from eagle_run.tokenizer import Text
+from eagle_run.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -213,7 +213,7 @@ class BundleWriter:
                 shutil.rmtree(path)
             elif path.name not in _TOKENIZER_FILES:  # vocabularies of slow tokenizers; nothing reads them
                 path.unlink()
-        found, expected = Text.load(target).encode(_PROBE), tokenizer(_PROBE).input_ids
+        found, expected = Tokenizer.load(target).encode(_PROBE), tokenizer(_PROBE).input_ids
         if found != expected:
             raise EagleError(
                 f"{model_folder}: the saved tokenizer gives {found} for {_PROBE!r}, Transformers {expected}",

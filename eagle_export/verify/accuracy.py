@@ -25,14 +25,14 @@ from eagle_run.bundle.records import AccuracyInfo
 from eagle_run.datasets import read_questions
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.engine.decoder import Decoder
-from eagle_run.engine.model_runner import Session
+from eagle_run.engine.model_runner import ModelRunner
 from eagle_run.engine.opening import one_torch_thread
 from eagle_run.engine.prefill import fill, kv_bucket
 from eagle_run.engine.request import Request, Stats
 from eagle_run.errors import EagleError
 
 if TYPE_CHECKING:
-    from eagle_run.tokenizer import Text
+    from eagle_run.tokenizer import Tokenizer
 
 Backend = Literal["onnxruntime", "eager"]
 
@@ -54,7 +54,7 @@ class _Sums:
 
 
 def choose_requests(
-    text: Text,
+    text: Tokenizer,
     stop_tokens: Sequence[int],
     *,
     max_seq_len: int,
@@ -140,8 +140,8 @@ def measure(
     groups = [requests[i : i + batch] for i in range(0, len(requests), batch)]
 
     def decoder(side: Mapping[str, Graph]) -> Decoder:
-        session = Session(side, batch=batch, draft_to_target=reference.draft_to_target)
-        return Decoder(session, max_seq_len=longest, chunk=chunk)
+        runner = ModelRunner(side, batch=batch, draft_to_target=reference.draft_to_target)
+        return Decoder(runner, max_seq_len=longest, chunk=chunk)
 
     decode = decoder(wide)
     for group in report.track(groups, "answer in float32"):
@@ -154,7 +154,7 @@ def measure(
     del decode  # and its caches
 
     sums = _Sums()
-    sessions = [Session({"target": side["target"]}, batch=1) for side in (graphs, wide)]
+    sessions = [ModelRunner({"target": side["target"]}, batch=1) for side in (graphs, wide)]
     pairs = list(zip(requests, answers, _own_text(requests), strict=True))
     for request, answer, own in report.track(pairs, "compare with float32"):
         tokens = torch.tensor([*request.prompt, *answer])
@@ -197,21 +197,23 @@ def _own_text(requests: Sequence[Request]) -> list[range]:
     return [range(max(head, 1), len(prompt) - tail) for prompt in prompts]
 
 
-def _compare(sessions: Sequence[Session], tokens: Tensor, counted: Tensor, chunk: int, sums: _Sums) -> None:
+def _compare(
+    sessions: Sequence[ModelRunner], tokens: Tensor, counted: Tensor, chunk: int, sums: _Sums
+) -> None:
     """Teacher-forces tokens i64 [n] through both targets, `chunk` rows at a time; counted bool [n]."""
     for start in range(0, len(tokens) - 1, chunk):
         after = tokens[start + 1 : start + chunk + 1]
         rows = counted[start + 1 : start + chunk + 1].nonzero()[:, 0]
-        logits = [_forward(session, tokens, start, chunk) for session in sessions]  # [chunk, V] each
+        logits = [_forward(runner, tokens, start, chunk) for runner in sessions]  # [chunk, V] each
         for some in rows.split(_SLICE):
             found, wanted = (side[some].double().log_softmax(-1) for side in logits)
             _add(found, wanted, after[some], sums)
 
 
-def _forward(session: Session, tokens: Tensor, start: int, rows: int) -> Tensor:
+def _forward(runner: ModelRunner, tokens: Tensor, start: int, rows: int) -> Tensor:
     """Logits f32 [rows, V] of the tokens from `start` on; rows behind the last token are padding."""
-    kv = kv_bucket(start + rows, session.cache_rows)
-    forward = session.target(rows, rows, kv)
+    kv = kv_bucket(start + rows, runner.cache_rows)
+    forward = runner.target(rows, rows, kv)
     step = torch.arange(rows)
     ids = torch.zeros(rows, dtype=torch.int64)
     here = tokens[start : start + rows]

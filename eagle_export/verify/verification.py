@@ -32,19 +32,19 @@ from eagle_export.verify.sources import (
 )
 from eagle_run.bench.result import merge
 from eagle_run.bundle.loading import Bundle, load_bundle
-from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.engine.mismatch import TIE, TIES, find_mismatch
-from eagle_run.engine.model_runner import Session
+from eagle_run.engine.model_runner import ModelRunner
 from eagle_run.engine.opening import Engine, assemble, open_engine
 from eagle_run.engine.request import Request, Stats
-from eagle_run.tokenizer import Text
+from eagle_run.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _DECODED, _MEASURED = 4, 12  # of our own prompts, where the user does not say
-SAMPLED = SamplingSettings(temperature=0.8, top_p=0.95, seed=7)
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=7)
 _OTHER_CODE = {"fp32": TIE, "fp16": 0.25, "bf16": 1.0}  # Transformers rounds in other places
 
 
@@ -102,7 +102,7 @@ def verify_bundle(
     with report.step("open the bundle"):
         bundle = load_bundle(path)
         precision = onnx_precision(bundle)
-        text, limits = Text.load(bundle.tokenizer_dir), bundle.manifest.limits
+        text, limits = Tokenizer.load(bundle.tokenizer_dir), bundle.manifest.limits
     requests = choose_requests(
         text,
         bundle.manifest.stop_token_ids,
@@ -145,7 +145,7 @@ def verify_bundle(
             checks.append(check)
         if precision != "fp32":
             how: Backend = "eager" if precision == "bf16" else "onnxruntime"
-            graphs = engine.decoder.session.graphs
+            graphs = engine.decoder.runner.graphs
             info = measure(graphs, exact, measured, report, limits=limits, tree=engine.tree, backend=how)
             checks += check_accuracy(info, precision)
     return Verification(str(path), precision, tuple(checks), acceptance, tuple(readings))
@@ -161,10 +161,10 @@ def _open(bundle: Bundle, modules: Modules, folder: Path, threads: int) -> Engin
     graphs = eager_graphs(modules, bundle.manifest.limits.cache_rows)
     if onnx_precision(bundle) == "fp8":
         graphs = wide_graphs(bundle, folder, fp8_rows=True, threads=threads)
-    session = Session(
+    runner = ModelRunner(
         graphs, batch=1, draft_to_target=modules.draft_to_target, precision=onnx_precision(bundle)
     )
-    return assemble(bundle, session, backend="eager", threads=threads)
+    return assemble(bundle, runner, backend="eager", threads=threads)
 
 
 def check_graphs(
@@ -175,9 +175,9 @@ def check_graphs(
     All graphs are compared in float32 (see sources.py); `source` loads the weights for that, and
     `folder` takes the graphs.
     """
-    bundle, rows = engine.bundle, engine.decoder.session.cache_rows
+    bundle, rows = engine.bundle, engine.decoder.runner.cache_rows
     base, precision = base_precision(bundle), onnx_precision(bundle)
-    graphs, detail = engine.decoder.session.graphs, "largest difference from the source weights"
+    graphs, detail = engine.decoder.runner.graphs, "largest difference from the source weights"
     with ExitStack() as stack:
         limit = LIMITS["fp32"]
         if precision != "fp32":
@@ -187,7 +187,7 @@ def check_graphs(
         differences = compare(graphs, eager_graphs(modules, rows))
     found = [(f"{difference.graph}: {difference.tensor}", difference.value) for difference in differences]
     checks = [Check(name, "ok" if v <= limit else "fail", detail, v, limit) for name, v in found]
-    limit, moved = LIMITS[base], row_dependence(engine.decoder.session.graphs["target"])
+    limit, moved = LIMITS[base], row_dependence(engine.decoder.runner.graphs["target"])
     detail = "most that a row's logits move with the rows beside it"
     checks.append(Check("target: rows", "ok" if moved <= limit else "fail", detail, moved, limit))
     return checks
@@ -217,7 +217,7 @@ class _Answers:
         self, engine: Engine, name: str, request: Request, plain: list[int], other: list[int]
     ) -> None:
         chunk = engine.decoder.chunk
-        fault = find_mismatch(engine.decoder.session, request, plain, other, chunk=chunk)
+        fault = find_mismatch(engine.decoder.runner, request, plain, other, chunk=chunk)
         if fault is not None:
             self.faults.append((name, fault))
 

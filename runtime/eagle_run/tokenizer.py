@@ -16,14 +16,14 @@ from eagle_run.errors import EagleError, UsageError
 
 if TYPE_CHECKING:
     import jinja2
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer as BackendTokenizer
 
 Message = Mapping[str, Any]
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REPLACEMENT = "\ufffd"
 
 
-class Text:
+class Tokenizer:
     """The tokenizer of a bundle.
 
     `special_tokens` maps bos_token, eos_token, ... to their strings; `eos_token_ids` are the ids at which
@@ -32,7 +32,7 @@ class Text:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: BackendTokenizer,
         *,
         special_tokens: Mapping[str, str] | None = None,
         chat_template: str | None = None,
@@ -41,7 +41,7 @@ class Text:
         # A tokenizer.json may carry the padding and truncation of its training; prompts want neither.
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        self.tokenizer = tokenizer
+        self.backend_tokenizer = tokenizer
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
         self.eos_token_ids = tuple(eos_token_ids)
@@ -50,12 +50,12 @@ class Text:
         self._template: jinja2.Template | None = None
 
     @classmethod
-    def load(cls, folder: str | Path) -> Text:
+    def load(cls, folder: str | Path) -> Tokenizer:
         """From tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json.
 
         Only the first must exist. Raises EagleError when a file is missing or cannot be read.
         """
-        from tokenizers import Tokenizer
+        from tokenizers import Tokenizer as BackendTokenizer
 
         root = Path(folder)
         where = root / "tokenizer.json"
@@ -64,7 +64,7 @@ class Text:
                 f"{where}: no such file", hint="give a folder that holds a fast tokenizer (tokenizer.json)"
             )
         try:
-            tokenizer = Tokenizer.from_file(str(where))
+            tokenizer = BackendTokenizer.from_file(str(where))
         except Exception as error:  # tokenizers raises bare Exception
             raise EagleError(f"{where}: not a readable tokenizer: {error}") from None
         config = _read_json(root / "tokenizer_config.json")
@@ -85,7 +85,7 @@ class Text:
                 f"the text is not valid UTF-8: undecodable byte at character {error.start}",
                 hint="convert the input to UTF-8",
             ) from None
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def encode_prompt(self, prompt: str, *, system: str | None = None, raw: bool = False) -> list[int]:
@@ -134,7 +134,7 @@ class Text:
             raise EagleError(f"the chat template refuses this conversation: {error}") from None
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        text: str = self.backend_tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
 
@@ -148,7 +148,7 @@ class Detokenizer:
     _LONGEST = 32  # undecodable tokens kept; past this they are garbage, not an unfinished character
     _KEPT = 16  # more than enough to resynchronise UTF-8 (3 bytes) and to cover the characters held back
 
-    def __init__(self, text: Text, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, text: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._text = text
         self._skip = text.special_ids if skip_special_tokens else frozenset()
         self._context: list[int] = []  # the tokens of the last finished piece
@@ -193,7 +193,7 @@ class Detokenizer:
 class StopStrings:
     """Lets text through up to the first complete stop string, even one that arrives in pieces.
 
-    Text that may be the beginning of a stop string is held back until the next push decides.
+    Tokenizer that may be the beginning of a stop string is held back until the next push decides.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

@@ -35,12 +35,12 @@ def test_a_random_llama_is_read_and_stays_in_range(tmp_path: Path, precision: st
     from transformers import AutoModelForCausalLM
 
     from benchmarks.random_llama import SIZES, write
-    from eagle_run.tokenizer import Text
+    from eagle_run.tokenizer import Tokenizer
 
     target, _ = write(tmp_path, "tiny", precision=precision)
     model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
     assert model.dtype == {"fp16": torch.float16, "bf16": torch.bfloat16}[precision]
-    ids = Text.load(target).encode_prompt("Why is the sky blue? Ünïcödé 🙂")
+    ids = Tokenizer.load(target).encode_prompt("Why is the sky blue? Ünïcödé 🙂")
     assert max(ids) < SIZES["tiny"].vocab
     with torch.no_grad():
         out = model.float()(torch.tensor([ids]), output_hidden_states=True)

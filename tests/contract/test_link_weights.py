@@ -19,7 +19,7 @@ from eagle_export.pipeline.options import Fp8Options
 from eagle_run.bundle.loading import load_bundle
 from eagle_run.engine.decoder import Decoder
 from eagle_run.engine.graph_loading import open_graphs
-from eagle_run.engine.model_runner import Session
+from eagle_run.engine.model_runner import ModelRunner
 from eagle_run.engine.request import Request
 from eagle_run.errors import EagleError
 
@@ -71,8 +71,8 @@ def answer(bundle: Path) -> tuple[int, ...]:
     loaded = load_bundle(bundle)
     limits, tree = loaded.manifest.limits, loaded.manifest.tree
     assert tree is not None
-    session = Session(open_graphs(loaded).graphs, batch=1, draft_to_target=loaded.vocab_map())
-    decoder = Decoder(session, max_seq_len=limits.max_seq_len, chunk=limits.prefill_chunk)
+    runner = ModelRunner(open_graphs(loaded).graphs, batch=1, draft_to_target=loaded.vocab_map())
+    decoder = Decoder(runner, max_seq_len=limits.max_seq_len, chunk=limits.prefill_chunk)
     request = Request(tuple(range(5, 15)), max_new_tokens=60)
     return tuple(token for piece in decoder.generate([request], tree.shape()) for token in piece.tokens)
 

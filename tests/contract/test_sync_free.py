@@ -28,10 +28,10 @@ from eagle_export.models.head import Draft, Fuse
 from eagle_export.models.target import TargetModule
 from eagle_export.reference.eager import draft_graph, fuse_graph, target_graph
 from eagle_run.backends.base import Graph
-from eagle_run.decoding.acceptance import Path
-from eagle_run.decoding.sampling import SamplingSettings, stack
+from eagle_run.decoding.acceptance import AcceptedPath
+from eagle_run.decoding.sampling import SamplingParams, stack
 from eagle_run.decoding.tree import TreeShape
-from eagle_run.engine.model_runner import Session, State
+from eagle_run.engine.model_runner import BatchState, ModelRunner
 from eagle_run.engine.round import step
 
 VOCAB, DRAFT_VOCAB, HIDDEN, ROWS, BATCH, KV = 96, 48, 32, 64, 3, 48
@@ -42,11 +42,11 @@ SHAPES = {
     "chain": TreeShape.chain(3),
 }
 DEVICES = ["cpu", "meta", *(["cuda"] if torch.backends.cuda.is_built() else [])]
-GREEDY = [SamplingSettings()] * BATCH
+GREEDY = [SamplingParams()] * BATCH
 MIXED = [
-    SamplingSettings(),
-    SamplingSettings(1.0, seed=1),
-    SamplingSettings(0.7, top_k=8, top_p=0.9, min_p=0.1, seed=2),
+    SamplingParams(),
+    SamplingParams(1.0, seed=1),
+    SamplingParams(0.7, top_k=8, top_p=0.9, min_p=0.1, seed=2),
 ]
 SPEC = HeadSpec(
     algorithm="eagle3",
@@ -106,19 +106,19 @@ class NoTransfers(TorchDispatchMode):
 
 @contextmanager
 def fake_round(
-    device: str, settings: list[SamplingSettings], depth: int, spec: HeadSpec = SPEC
+    device: str, settings: list[SamplingParams], depth: int, spec: HeadSpec = SPEC
 ) -> Iterator[Any]:
-    """A session and the state of a batch in the middle of its answers, all without values."""
+    """A runner and the state of a batch in the middle of its answers, all without values."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device(device):
             graphs, ids = make_graphs(spec), torch.arange(spec.draft_vocab_size)
-        session = Session(graphs, batch=BATCH, draft_to_target=ids, device=device)
-        state = session.new_state(depth + 1, stack(settings, device))
+        runner = ModelRunner(graphs, batch=BATCH, draft_to_target=ids, device=device)
+        state = runner.new_state(depth + 1, stack(settings, device))
         with NoTransfers():
-            yield session, state
+            yield runner, state
 
 
-def tensors_of(state: State) -> dict[str, torch.Tensor]:
+def tensors_of(state: BatchState) -> dict[str, torch.Tensor]:
     return {name: value for name, value in vars(state).items() if isinstance(value, torch.Tensor)}
 
 
@@ -131,11 +131,11 @@ def tensors_of(state: State) -> dict[str, torch.Tensor]:
         ("static", "sampled", GREEDY),
     ],
 )
-def test_a_round_reads_nothing(name: str, rule: str, settings: list[SamplingSettings], device: str) -> None:
+def test_a_round_reads_nothing(name: str, rule: str, settings: list[SamplingParams], device: str) -> None:
     shape = SHAPES[name]
-    with fake_round(device, settings, shape.depth) as (session, state):
+    with fake_round(device, settings, shape.depth) as (runner, state):
         before = {key: (value.shape, value.dtype) for key, value in tensors_of(state).items()}
-        path = step(session, state, shape, kv=KV, rule=rule)
+        path = step(runner, state, shape, kv=KV, rule=rule)
         assert path.nodes.shape == path.tokens.shape == (BATCH, shape.depth + 1)
         assert path.length.shape == (BATCH,)
         assert path.tokens.device.type == device
@@ -145,56 +145,58 @@ def test_a_round_reads_nothing(name: str, rule: str, settings: list[SamplingSett
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_round_of_an_eagle1_head_reads_nothing(device: str) -> None:
     shape = SHAPES["dynamic"]
-    with fake_round(device, MIXED, shape.depth, EAGLE1) as (session, state):
-        assert step(session, state, shape, kv=KV).tokens.shape == (BATCH, shape.depth + 1)
+    with fake_round(device, MIXED, shape.depth, EAGLE1) as (runner, state):
+        assert step(runner, state, shape, kv=KV).tokens.shape == (BATCH, shape.depth + 1)
 
 
 def test_the_state_keeps_its_memory() -> None:
     """A captured round finds state and caches where they were: they are written in place, never replaced."""
     shape = SHAPES["dynamic"]
-    session = Session(make_graphs(SPEC), batch=BATCH, draft_to_target=torch.arange(DRAFT_VOCAB))
-    state = session.new_state(shape.depth + 1, stack(MIXED))
-    owned = {**tensors_of(state), "target": session.target_cache, "draft": session.draft_cache}
+    runner = ModelRunner(make_graphs(SPEC), batch=BATCH, draft_to_target=torch.arange(DRAFT_VOCAB))
+    state = runner.new_state(shape.depth + 1, stack(MIXED))
+    owned = {**tensors_of(state), "target": runner.target_cache, "draft": runner.draft_cache}
     places = {name: tensor.data_ptr() for name, tensor in owned.items()}
     for _ in range(3):
-        step(session, state, shape, kv=KV)
-    now = {**tensors_of(state), "target": session.target_cache, "draft": session.draft_cache}
+        step(runner, state, shape, kv=KV)
+    now = {**tensors_of(state), "target": runner.target_cache, "draft": runner.draft_cache}
     assert {name: tensor.data_ptr() for name, tensor in now.items()} == places
     assert bool((state.length > 0).all())
 
 
-def run_with(read: Callable[[Path], None], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_with(read: Callable[[AcceptedPath], None], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round with a fault: `read` looks at the path before it is committed."""
     true = eagle_run.engine.round.commit
 
-    def commit(session: Session, state: State, shape: TreeShape, path: Path, seen: Any) -> None:
+    def commit(
+        runner: ModelRunner, state: BatchState, shape: TreeShape, path: AcceptedPath, seen: Any
+    ) -> None:
         read(path)
-        true(session, state, shape, path, seen)
+        true(runner, state, shape, path, seen)
 
     monkeypatch.setattr(eagle_run.engine.round, "commit", commit)
     shape = SHAPES["dynamic"]
-    with fake_round(device, MIXED, shape.depth) as (session, state):
-        step(session, state, shape, kv=KV)
+    with fake_round(device, MIXED, shape.depth) as (runner, state):
+        step(runner, state, shape, kv=KV)
 
 
-def _item(path: Path) -> None:
+def _item(path: AcceptedPath) -> None:
     path.length.max().item()
 
 
-def _branch(path: Path) -> None:
+def _branch(path: AcceptedPath) -> None:
     if path.length[0] > 1:
         raise AssertionError
 
 
-def _nonzero(path: Path) -> None:
+def _nonzero(path: AcceptedPath) -> None:
     torch.empty(path.length.nonzero().shape[0])
 
 
-def _slice(path: Path) -> None:
+def _slice(path: AcceptedPath) -> None:
     path.tokens[:, : path.length.max()].clone()
 
 
-def _fetch(path: Path) -> None:
+def _fetch(path: AcceptedPath) -> None:
     path.tokens.to("cpu", copy=True)
 
 
@@ -206,7 +208,7 @@ def test_a_transfer_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("read", [_item, _branch, _nonzero, _slice])
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_host_read_would_be_caught(
-    read: Callable[[Path], None], device: str, monkeypatch: pytest.MonkeyPatch
+    read: Callable[[AcceptedPath], None], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tests above can fail: each usual way to wait for a value raises inside a round."""
     with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):

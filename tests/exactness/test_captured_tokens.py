@@ -14,9 +14,9 @@ from support.opgraph import OpRecorder
 from support.tiny import Answer, answers_of, eager_decoder, modules_of
 
 from eagle_export.reference.modules import Modules
-from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.decoding.tree import TreeShape
-from eagle_run.engine.cuda_graphs import CapturedRounds
+from eagle_run.engine.cuda_graphs import CudaGraphRunner
 from eagle_run.engine.decoder import Decoder
 from eagle_run.engine.request import Request, Stats
 from eagle_run.errors import EagleError
@@ -39,11 +39,11 @@ MIXED = [
     for request, sampling in zip(
         GREEDY,
         [
-            SamplingSettings(),
-            SamplingSettings(1.0, seed=11),
-            SamplingSettings(0.8, top_p=0.9, seed=5),
-            SamplingSettings(0.9, top_k=7, seed=6),
-            SamplingSettings(1.3, min_p=0.02, seed=4),
+            SamplingParams(),
+            SamplingParams(1.0, seed=11),
+            SamplingParams(0.8, top_p=0.9, seed=5),
+            SamplingParams(0.9, top_k=7, seed=6),
+            SamplingParams(1.3, min_p=0.02, seed=4),
         ],
         strict=True,
     )
@@ -55,9 +55,9 @@ def modules(tiny_target: Path, tiny_head: Path) -> Modules:
     return modules_of(tiny_target, tiny_head)
 
 
-def recorded(modules: Modules, **how: object) -> tuple[Decoder, CapturedRounds]:
+def recorded(modules: Modules, **how: object) -> tuple[Decoder, CudaGraphRunner]:
     decoder = eager_decoder(modules, **how)  # type: ignore[arg-type]
-    decoder.rounds = CapturedRounds("cpu", recorder=OpRecorder())
+    decoder.rounds = CudaGraphRunner("cpu", recorder=OpRecorder())
     return decoder, decoder.rounds
 
 
@@ -95,15 +95,15 @@ def test_replayed_rounds_give_the_same_tokens(
 
 def test_other_settings_need_no_other_capture(modules: Modules) -> None:
     """Temperature, top-p and seed are read from device memory by the rounds that were captured."""
-    shape, base = SHAPES["dynamic"], SamplingSettings(1.0, top_p=0.9, seed=1)
+    shape, base = SHAPES["dynamic"], SamplingParams(1.0, top_p=0.9, seed=1)
     decoder, rounds = recorded(modules)
     answers_of(decoder, [replace(GREEDY[0], sampling=base)], shape)
     captured, calls = rounds.captured, rounds.calls
     answers = []
     for sampling in (
-        SamplingSettings(0.6, top_p=0.9, seed=1),
-        SamplingSettings(1.0, top_p=0.5, seed=1),
-        SamplingSettings(1.0, top_p=0.9, seed=2),
+        SamplingParams(0.6, top_p=0.9, seed=1),
+        SamplingParams(1.0, top_p=0.5, seed=1),
+        SamplingParams(1.0, top_p=0.9, seed=2),
         base,
     ):
         request = replace(GREEDY[0], sampling=sampling)
@@ -190,7 +190,7 @@ def test_an_answer_left_in_the_middle_does_not_show(modules: Modules) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_a_prompt_of_one_token_does_not_see_the_one_before(seed: int, modules: Modules) -> None:
     """It has no pending pair; drawn drafts are those of a decoder that was never used."""
-    request = Request((12 + seed,), SamplingSettings(1.0, seed=seed), max_new_tokens=12)
+    request = Request((12 + seed,), SamplingParams(1.0, seed=seed), max_new_tokens=12)
     fresh, used = eager_decoder(modules), eager_decoder(modules)
     answers_of(used, GREEDY[:1], SHAPES["chain"], rule="sampled")
     wanted = answers_of(fresh, [request], SHAPES["chain"], rule="sampled")

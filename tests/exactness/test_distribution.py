@@ -21,7 +21,7 @@ from torch import Tensor
 
 import eagle_run.engine.round
 from eagle_export.reference.modules import Modules
-from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.engine.decoder import Decoder
 from eagle_run.engine.request import Request, Stats
@@ -81,7 +81,7 @@ def counted(
     decoder: Decoder, settings: dict[str, Any], shape: TreeShape, rule: str, stats: Stats
 ) -> Counter[tuple[int, ...]]:
     requests = [
-        Request(PROMPT, SamplingSettings(seed=1000 + i, **settings), max_new_tokens=TOKENS)
+        Request(PROMPT, SamplingParams(seed=1000 + i, **settings), max_new_tokens=TOKENS)
         for i in range(SLOTS * GROUPS)
     ]
     return Counter(answer.tokens for answer in answers_of(decoder, requests, shape, rule=rule, stats=stats))
@@ -124,8 +124,7 @@ def test_the_loop_has_the_targets_distribution(
 def test_seeds_give_the_answers_of_plain_decoding(decoder: Decoder) -> None:
     """With top-k drafts every one of these answers, not only their distribution, is plain decoding's."""
     requests = [
-        Request(PROMPT, SamplingSettings(temperature=1.0, seed=seed), max_new_tokens=6)
-        for seed in range(SLOTS)
+        Request(PROMPT, SamplingParams(temperature=1.0, seed=seed), max_new_tokens=6) for seed in range(SLOTS)
     ]
     wanted = answers_of(decoder, requests, SHAPES["plain"])
     for name in ("dynamic", "static", "chain"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.engine.opening import Engine, open_engine
 from eagle_run.engine.request import Request
@@ -21,7 +21,7 @@ def engine(smollm2_fp8: Path) -> Engine:
 
 
 def requests(engine: Engine, temperature: float) -> list[Request]:
-    sampling = SamplingSettings(temperature=temperature, seed=11)
+    sampling = SamplingParams(temperature=temperature, seed=11)
     return [engine.request(text, max_new_tokens=32, sampling=sampling) for text in TEXTS]
 
 
@@ -50,7 +50,7 @@ def test_one_row_alone_is_another_model(engine: Engine) -> None:
     for request in requests(engine, 0.0):
         with_two = engine.decode([request], TreeShape.plain()).tokens
         alone = open_engine(engine.bundle.path)
-        alone.decoder.session.min_rows = 1
+        alone.decoder.runner.min_rows = 1
         parted += alone.decode([request], TreeShape.plain()).tokens != with_two
     if not parted:
         pytest.skip("this CPU sums one row as it sums several")

@@ -11,7 +11,7 @@ import torch
 from support.tiny import EOS, Answer, answers_of, eager_decoder, modules_of
 
 from eagle_export.reference.modules import Modules
-from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.decoding.tree import TreeShape, best_static
 from eagle_run.engine.decoder import Decoder
 from eagle_run.engine.opening import Engine, open_engine
@@ -29,11 +29,11 @@ SHAPES = {
     "chain-one": TreeShape.chain(1),
 }
 PROMPTS = ((7, 20, 33, 5, 61), tuple(range(10, 40)), (12,))
-SEEDED = SamplingSettings(temperature=1.0, seed=11)
+SEEDED = SamplingParams(temperature=1.0, seed=11)
 
 
-def requests(count: int = 30, sampling: SamplingSettings | None = None) -> list[Request]:
-    return [Request(prompt, sampling or SamplingSettings(), max_new_tokens=count) for prompt in PROMPTS]
+def requests(count: int = 30, sampling: SamplingParams | None = None) -> list[Request]:
+    return [Request(prompt, sampling or SamplingParams(), max_new_tokens=count) for prompt in PROMPTS]
 
 
 def tokens(answers: Sequence[Answer]) -> list[tuple[int, ...]]:
@@ -108,11 +108,11 @@ def test_onnx_runtime_equals_eager(
 @pytest.mark.parametrize("name", ["dynamic", "dynamic-deep", "static", "chain"])
 @pytest.mark.parametrize(
     "sampling",
-    [SEEDED, SamplingSettings(0.7, top_k=12, seed=3), SamplingSettings(1.3, top_p=0.8, min_p=0.02, seed=4)],
+    [SEEDED, SamplingParams(0.7, top_k=12, seed=3), SamplingParams(1.3, top_p=0.8, min_p=0.02, seed=4)],
     ids=["plain", "top-k", "top-p"],
 )
 def test_a_seed_gives_the_same_tokens_with_and_without_a_tree(
-    name: str, sampling: SamplingSettings, good: Decoder
+    name: str, sampling: SamplingParams, good: Decoder
 ) -> None:
     wanted = answers_of(good, requests(20, sampling), PLAIN)
     assert answers_of(good, requests(20, sampling), SHAPES[name]) == wanted
@@ -127,11 +127,11 @@ def test_sampled_drafts_are_greedy_at_temperature_zero(
 
 
 MIXED = [
-    Request(PROMPTS[0], SamplingSettings(), max_new_tokens=15),
+    Request(PROMPTS[0], SamplingParams(), max_new_tokens=15),
     Request(PROMPTS[1], SEEDED, max_new_tokens=20),
-    Request(PROMPTS[2], SamplingSettings(0.8, top_p=0.9, seed=5), max_new_tokens=9),
-    Request(tuple(range(50, 70)), SamplingSettings(0.9, top_k=7, seed=6), max_new_tokens=20),
-    Request((3,) * 17, SamplingSettings(), max_new_tokens=1),
+    Request(PROMPTS[2], SamplingParams(0.8, top_p=0.9, seed=5), max_new_tokens=9),
+    Request(tuple(range(50, 70)), SamplingParams(0.9, top_k=7, seed=6), max_new_tokens=20),
+    Request((3,) * 17, SamplingParams(), max_new_tokens=1),
 ]
 
 
@@ -295,12 +295,12 @@ def test_smollm2_is_lossless(smollm2_bundle: Path) -> None:
     shapes = [engine.tree, SHAPES["chain"], SHAPES["static"], TreeShape.dynamic(4, 4, 16)]
     for prompt in REAL_PROMPTS:
         greedy = engine.request(prompt, max_new_tokens=24)
-        for request in (greedy, replace(greedy, sampling=SamplingSettings(0.9, top_p=0.95, seed=21))):
+        for request in (greedy, replace(greedy, sampling=SamplingParams(0.9, top_p=0.95, seed=21))):
             plain = engine.decode([request], PLAIN).tokens[0]
             for shape in shapes:
                 assert shape is not None
                 found = engine.decode([request], shape).tokens[0]
-                fault = find_mismatch(engine.decoder.session, request, plain, found, chunk=64)
+                fault = find_mismatch(engine.decoder.runner, request, plain, found, chunk=64)
                 assert fault is None or fault.tie, (prompt, shape, fault)
         answer = engine.decode([greedy], PLAIN).tokens[0]
         ids = torch.tensor([[*greedy.prompt, *answer]])

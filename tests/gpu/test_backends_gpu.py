@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.decoding.tree import TreeShape
 
 pytestmark = pytest.mark.gpu
@@ -20,7 +20,7 @@ PROMPTS = ("a small tree", "the sea at night", "ten apples")
 TREES = (TreeShape.plain(), TreeShape.chain(2), TreeShape.dynamic(3, 3, 10))
 
 
-def answers(engine: Any, shape: TreeShape, sampling: SamplingSettings) -> list[list[int]]:
+def answers(engine: Any, shape: TreeShape, sampling: SamplingParams) -> list[list[int]]:
     requests = [engine.request(p, sampling=sampling, max_new_tokens=16, ignore_eos=True) for p in PROMPTS]
     return engine.decode(requests, shape).tokens
 
@@ -29,14 +29,14 @@ def check(engine: Any, reference: Any) -> None:
     """Trees against this engine's own plain decoding; that against the reference, on the engine's terms."""
     from eagle_run.engine.mismatch import find_mismatch
 
-    for sampling in (SamplingSettings(), SamplingSettings(1.0, top_p=0.9, seed=4)):
+    for sampling in (SamplingParams(), SamplingParams(1.0, top_p=0.9, seed=4)):
         plain = answers(engine, TREES[0], sampling)
         pairs = [(plain, answers(engine, shape, sampling)) for shape in TREES for _ in range(2)]
         pairs.append((plain, answers(reference, TREES[0], sampling)))
         requests = [engine.request(p, sampling=sampling, max_new_tokens=16, ignore_eos=True) for p in PROMPTS]
         for one, other in pairs:
             for request, a, b in zip(requests, one, other, strict=True):
-                found = find_mismatch(engine.decoder.session, request, a, b, chunk=engine.decoder.chunk)
+                found = find_mismatch(engine.decoder.runner, request, a, b, chunk=engine.decoder.chunk)
                 assert found is None or found.tie, found
 
 

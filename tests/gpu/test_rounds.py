@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from eagle_run.backends.stream import on_stream, wait
-from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.decoding.tree import TreeShape
-from eagle_run.engine.cuda_graphs import CapturedRounds
+from eagle_run.engine.cuda_graphs import CudaGraphRunner
 from eagle_run.engine.decoder import Decoder
 from eagle_run.engine.mismatch import find_mismatch
 from eagle_run.engine.prefill import prefill
@@ -27,23 +27,23 @@ SHAPES = {
     "dynamic": TreeShape.dynamic(3, 3, 10),
 }
 SETTINGS = {
-    "greedy": SamplingSettings(),
-    "sampled": SamplingSettings(1.0, top_k=50, top_p=0.9, min_p=0.01, seed=5),
+    "greedy": SamplingParams(),
+    "sampled": SamplingParams(1.0, top_k=50, top_p=0.9, min_p=0.01, seed=5),
 }
 
 
 def make_decoder(setup: Any, batch: int, *, capture: bool = True, run_ahead: bool = True) -> Decoder:
-    session, _ = setup.session(batch)
+    runner, _ = setup.runner(batch)
     return Decoder(
-        session,
+        runner,
         max_seq_len=setup.max_seq_len,
         chunk=setup.chunk,
         run_ahead=run_ahead,
-        rounds=CapturedRounds(session.device, enabled=capture),
+        rounds=CudaGraphRunner(runner.device, enabled=capture),
     )
 
 
-def make_requests(setup: Any, count: int, sampling: SamplingSettings, tokens: int = 24) -> list[Request]:
+def make_requests(setup: Any, count: int, sampling: SamplingParams, tokens: int = 24) -> list[Request]:
     return [
         Request(prompt, replace(sampling, seed=sampling.seed + i), max_new_tokens=tokens)
         for i, prompt in enumerate(setup.prompts(count, 20))
@@ -82,7 +82,7 @@ def test_a_tree_gives_the_tokens_of_plain_decoding(setup: Any, name: str, settin
     plain = answers(decoder, requests, SHAPES["plain"])
     tree = answers(decoder, requests, SHAPES[name])
     for request, a, b in zip(requests, plain, tree, strict=True):
-        found = find_mismatch(decoder.session, request, a, b, chunk=setup.chunk)
+        found = find_mismatch(decoder.runner, request, a, b, chunk=setup.chunk)
         assert found is None or found.tie, found
 
 
@@ -113,14 +113,14 @@ def test_slots_that_take_new_requests_answer_as_alone(setup: Any) -> None:
     one = make_decoder(setup, 1)
     for request, tokens in zip(requests, together, strict=True):
         (alone,) = answers(one, [request], SHAPES["dynamic"])
-        found = find_mismatch(one.session, request, alone, tokens, chunk=setup.chunk)
+        found = find_mismatch(one.runner, request, alone, tokens, chunk=setup.chunk)
         assert found is None or found.tie, found
 
 
 def test_another_temperature_needs_no_capture(setup: Any) -> None:
     decoder = make_decoder(setup, 2)
     first, second = (
-        make_requests(setup, 2, SamplingSettings(temperature, top_p=top_p, seed=seed))
+        make_requests(setup, 2, SamplingParams(temperature, top_p=top_p, seed=seed))
         for temperature, top_p, seed in ((1.0, 0.9, 1), (0.6, 0.7, 9))
     )
     for _ in range(2):
@@ -133,16 +133,16 @@ def test_another_temperature_needs_no_capture(setup: Any) -> None:
 
 def test_a_round_waits_for_nothing(setup: Any, device: torch.device) -> None:
     """What the fake-tensor test says of reads, asked of CUDA itself: a wait inside a round raises."""
-    session, _ = setup.session(2)
+    runner, _ = setup.runner(2)
     state = make_decoder(setup, 2).state(SHAPES["dynamic"])
     with on_stream(device):
         for slot, prompt in enumerate(setup.prompts(2, 20)):
-            prefill(session, state, slot, prompt, chunk=setup.chunk)
-        step(session, state, SHAPES["dynamic"], kv=128)  # buffers and tables are made
+            prefill(runner, state, slot, prompt, chunk=setup.chunk)
+        step(runner, state, SHAPES["dynamic"], kv=128)  # buffers and tables are made
         wait(device)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            step(session, state, SHAPES["dynamic"], kv=128)
+            step(runner, state, SHAPES["dynamic"], kv=128)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     wait(device)
@@ -157,7 +157,7 @@ def test_graphs_are_kept_up_to_a_number_and_counted(device: torch.device) -> Non
     def add(amount: float) -> None:
         total.add_((big + amount).amax())  # takes memory while it runs
 
-    rounds = CapturedRounds(device, most=2)
+    rounds = CudaGraphRunner(device, most=2)
     for _ in range(3):
         for amount in (1.0, 10.0):
             rounds.run(amount, lambda amount=amount: add(amount))  # type: ignore[misc]

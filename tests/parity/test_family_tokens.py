@@ -13,7 +13,7 @@ from support.familymaker import WINDOW
 from support.targetmaker import make_model
 from support.tiny import build_bundle, write_head, write_tokenizer
 
-from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.engine.opening import open_engine
 from eagle_run.engine.request import Request
@@ -55,7 +55,7 @@ def test_trees_answer_as_plain_decoding_and_transformers_do(kind: str, built: Ca
     found = built(kind)
     engine = open_engine(found.bundle, threads=1)
     greedy = Request(PROMPT, max_new_tokens=TOKENS)
-    sampled = Request(PROMPT, max_new_tokens=TOKENS, sampling=SamplingSettings(0.8, seed=3))
+    sampled = Request(PROMPT, max_new_tokens=TOKENS, sampling=SamplingParams(0.8, seed=3))
     plain = [engine.decode([request], TreeShape.plain()).tokens[0] for request in (greedy, sampled)]
     for shape in (TreeShape.dynamic(3, 3, 10), TreeShape.chain(4)):
         for request, tokens in zip((greedy, sampled), plain, strict=True):

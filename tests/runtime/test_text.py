@@ -10,7 +10,7 @@ from support.bundlemaker import byte_tokenizer
 from support.streams import BYTES, WORDS, bytes_of
 
 from eagle_run.errors import EagleError, UsageError
-from eagle_run.tokenizer import Text
+from eagle_run.tokenizer import Tokenizer
 
 CHATML = (
     "{% for message in messages %}<{{ message.role }}>{{ message['content'] }}{{ eos_token }}{% endfor %}"
@@ -25,7 +25,7 @@ def test_text_goes_in_and_comes_back() -> None:
     ids = BYTES.encode(WORDS)
     assert ids == bytes_of(BYTES, WORDS.encode())
     assert BYTES.decode(ids) == WORDS
-    end = BYTES.tokenizer.token_to_id("<end>")
+    end = BYTES.backend_tokenizer.token_to_id("<end>")
     assert BYTES.special_ids == {end}
     assert BYTES.encode("a<end>") == [*BYTES.encode("a"), end]
     assert BYTES.decode([*ids, end]) == WORDS
@@ -36,7 +36,7 @@ def test_padding_and_truncation_of_the_file_are_ignored() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=8)
-    assert Text(tokenizer).encode("abcdef") == BYTES.encode("abcdef")
+    assert Tokenizer(tokenizer).encode("abcdef") == BYTES.encode("abcdef")
 
 
 def test_invalid_unicode_is_a_usage_error() -> None:
@@ -44,7 +44,7 @@ def test_invalid_unicode_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="not valid UTF-8: undecodable byte at character 2"):
         BYTES.encode(broken)
     with pytest.raises(UsageError, match="not valid UTF-8"):
-        Text(byte_tokenizer(), chat_template=CHATML).encode_prompt(broken)
+        Tokenizer(byte_tokenizer(), chat_template=CHATML).encode_prompt(broken)
 
 
 @pytest.mark.parametrize("prompt", ["", "  \n\t"])
@@ -56,7 +56,7 @@ def test_an_empty_prompt_is_an_error_of_the_input(prompt: str, raw: bool) -> Non
 
 
 def test_a_prompt_uses_the_chat_template_if_there_is_one() -> None:
-    chat = Text(byte_tokenizer(), chat_template=CHATML, special_tokens={"eos_token": "<end>"})
+    chat = Tokenizer(byte_tokenizer(), chat_template=CHATML, special_tokens={"eos_token": "<end>"})
     expected = chat.encode("<user>hi<end><assistant>", add_special_tokens=False)
     assert chat.encode_prompt("hi") == expected
     assert chat.encode_prompt("hi", system="be brief") == [
@@ -73,7 +73,7 @@ def test_a_prompt_uses_the_chat_template_if_there_is_one() -> None:
 
 
 def render(template: str, *messages: dict[str, Any], **variables: Any) -> str:
-    text = Text(byte_tokenizer(), chat_template=template, special_tokens={"bos_token": "<s>"})
+    text = Tokenizer(byte_tokenizer(), chat_template=template, special_tokens={"bos_token": "<s>"})
     return text.render(messages or ({"role": "user", "content": "hi"},), **variables)
 
 
@@ -106,7 +106,7 @@ def test_conversations_must_be_plain_and_not_empty() -> None:
     with pytest.raises(UsageError, match="plain JSON"):
         render("{{ messages }}", {"content": object()})
     with pytest.raises(UsageError, match="conversation is empty"):
-        Text(byte_tokenizer(), chat_template=CHATML).render([])
+        Tokenizer(byte_tokenizer(), chat_template=CHATML).render([])
     with pytest.raises(EagleError, match="no chat template"):
         BYTES.render([{"role": "user", "content": "hi"}])
 
@@ -128,33 +128,33 @@ def test_everything_is_read_from_the_folder(tmp_path: Path) -> None:
         "pad_token": None,
         "chat_template": [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "old"}],
     }
-    text = Text.load(write_tokenizer(tmp_path, tokenizer_config=config))
+    text = Tokenizer.load(write_tokenizer(tmp_path, tokenizer_config=config))
     assert text.special_tokens == {"bos_token": "<s>", "eos_token": "<end>"}
     assert text.chat_template == "old"
     assert text.eos_token_ids == (256,)
     (tmp_path / "chat_template.jinja").write_text("new", encoding="utf-8")
     write_tokenizer(tmp_path, generation_config={"eos_token_id": [3, 1]})
-    text = Text.load(tmp_path)
+    text = Tokenizer.load(tmp_path)
     assert (text.chat_template, text.eos_token_ids) == ("new", (3, 1))
     write_tokenizer(
         tmp_path, generation_config={"eos_token_id": 7}, tokenizer_config={"chat_template": "only"}
     )
     (tmp_path / "chat_template.jinja").unlink()
-    text = Text.load(tmp_path)
+    text = Tokenizer.load(tmp_path)
     assert (text.chat_template, text.eos_token_ids) == ("only", (7,))
     (tmp_path / "generation_config.json").unlink()
-    assert Text.load(tmp_path).eos_token_ids == ()
+    assert Tokenizer.load(tmp_path).eos_token_ids == ()
 
 
 def test_broken_tokenizer_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(EagleError, match=r"tokenizer\.json: no such file"):
-        Text.load(tmp_path)
+        Tokenizer.load(tmp_path)
     write_tokenizer(tmp_path, tokenizer_config="{")
     with pytest.raises(EagleError, match=r"tokenizer_config\.json: not readable as JSON"):
-        Text.load(tmp_path)
+        Tokenizer.load(tmp_path)
     write_tokenizer(tmp_path, tokenizer_config="[]")
     with pytest.raises(EagleError, match="expected a JSON object, found list"):
-        Text.load(tmp_path)
+        Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
     with pytest.raises(EagleError, match=r"tokenizer\.json: not a readable tokenizer"):
-        Text.load(tmp_path)
+        Tokenizer.load(tmp_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.streams import WORDS, stream
 
-from eagle_run.tokenizer import Text
+from eagle_run.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.real
 
@@ -31,7 +31,7 @@ SAMPLES = [
 def test_tokens_and_text_equal_those_of_transformers(smollm2: Path) -> None:
     from transformers import AutoTokenizer
 
-    theirs, ours = AutoTokenizer.from_pretrained(smollm2), Text.load(smollm2)
+    theirs, ours = AutoTokenizer.from_pretrained(smollm2), Tokenizer.load(smollm2)
     assert ours.eos_token_ids == (theirs.eos_token_id,) == (2,)
     for sample in SAMPLES:
         ids = theirs(sample).input_ids
@@ -45,7 +45,7 @@ def test_tokens_and_text_equal_those_of_transformers(smollm2: Path) -> None:
 def test_chat_templates_render_as_in_transformers(smollm2: Path) -> None:
     from transformers import AutoTokenizer
 
-    theirs, ours = AutoTokenizer.from_pretrained(smollm2), Text.load(smollm2)
+    theirs, ours = AutoTokenizer.from_pretrained(smollm2), Tokenizer.load(smollm2)
     user, answer = (
         {"role": "user", "content": "What is 1 + 1?\n"},
         {"role": "assistant", "content": " Two <b>"},
@@ -65,8 +65,8 @@ def test_chat_templates_render_as_in_transformers(smollm2: Path) -> None:
 
 def test_numbers_are_split_as_the_model_was_trained(smollm2: Path) -> None:
     """SmolLM2 isolates digits first, so blank lines before one stay a token; the GGUF just says smollm."""
-    ours = Text.load(smollm2)
-    assert [ours.tokenizer.id_to_token(i) for i in ours.encode("a\n\n12")] == ["a", "ĊĊ", "1", "2"]
+    ours = Tokenizer.load(smollm2)
+    assert [ours.backend_tokenizer.id_to_token(i) for i in ours.encode("a\n\n12")] == ["a", "ĊĊ", "1", "2"]
 
 
 TOOLS_TEMPLATE = """{%- if tools %}{{ tools | tojson(indent=2) }}{% endif %}
@@ -86,7 +86,7 @@ TOOLS_TEMPLATE = """{%- if tools %}{{ tools | tojson(indent=2) }}{% endif %}
 def test_a_harder_template_renders_as_in_transformers(smollm2: Path) -> None:
     from transformers import AutoTokenizer
 
-    theirs, ours = AutoTokenizer.from_pretrained(smollm2), Text.load(smollm2)
+    theirs, ours = AutoTokenizer.from_pretrained(smollm2), Tokenizer.load(smollm2)
     theirs.chat_template = ours.chat_template = TOOLS_TEMPLATE
     messages = [
         {"role": "user", "content": " ünï "},

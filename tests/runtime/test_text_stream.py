@@ -15,13 +15,16 @@ def test_unfinished_characters_are_held_back() -> None:
     assert stream(BYTES, bytes_of(BYTES, "a€b".encode())) == ["a", "", "", "€", "b", ""]
     assert stream(BYTES, bytes_of(BYTES, "a€".encode()[:-1])) == ["a", "", "", "\ufffd"]
     assert stream(BYTES, bytes_of(BYTES, b"\xff\xffa")) == ["", "", "\ufffd\ufffda", ""]
-    fallback = [FALLBACK.tokenizer.token_to_id(t) for t in ("▁hello", "<0xE2>", "<0x82>", "<0xAC>", "▁world")]
+    ids = FALLBACK.backend_tokenizer.token_to_id
+    fallback = [ids(token) for token in ("▁hello", "<0xE2>", "<0x82>", "<0xAC>", "▁world")]
+        FALLBACK.backend_tokenizer.token_to_id(t) for t in ("▁hello", "<0xE2>", "<0x82>", "<0xAC>", "▁world")
+    ]
     assert stream(FALLBACK, fallback) == ["hello", "", "", "€", " world", ""]
 
 
 def test_special_tokens_are_skipped_or_shown() -> None:
-    end = FALLBACK.tokenizer.token_to_id("</s>")
-    hello, world = (FALLBACK.tokenizer.token_to_id(t) for t in ("▁hello", "▁world"))
+    end = FALLBACK.backend_tokenizer.token_to_id("</s>")
+    hello, world = (FALLBACK.backend_tokenizer.token_to_id(t) for t in ("▁hello", "▁world"))
     assert stream(FALLBACK, [hello, end, world]) == ["hello", "", " world", ""]
     shown = "".join(stream(FALLBACK, [hello, end, world], skip_special_tokens=False))
     assert shown == FALLBACK.decode([hello, end, world], skip_special_tokens=False)

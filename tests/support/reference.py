@@ -13,9 +13,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from eagle_run.decoding.acceptance import Path, walk, walk_sampled
+from eagle_run.decoding.acceptance import AcceptedPath, rejection_sampling, target_sampling
 from eagle_run.decoding.drafting import TreePlan, TreeTables, expand, start
-from eagle_run.decoding.sampling import SettingsTensors, sample_children
+from eagle_run.decoding.sampling import SamplingTensors, sample_children
 from eagle_run.decoding.tree import TreeShape
 
 Dist = list[Fraction]
@@ -60,7 +60,7 @@ def children_of(parents: Tokens, node: int) -> list[int]:
 
 
 def sampled_outcomes(target: Model, draft: Model, parents: Tokens, *, renormalise: bool = True) -> Outcomes:
-    """The rule of `walk_sampled`, over all draws of children, all acceptances and all last tokens."""
+    """The rule of `rejection_sampling`, over all draws of children, all acceptances and all last tokens."""
     outcomes: Outcomes = {}
 
     def visit(node: int, path: Tokens, reached: Fraction) -> None:
@@ -81,7 +81,7 @@ def sampled_outcomes(target: Model, draft: Model, parents: Tokens, *, renormalis
 
 
 def followed_outcomes(target: Model, tree: set[Tokens]) -> Outcomes:
-    """The rule of `walk` on a tree given as the set of its paths, over all draws from the target."""
+    """`target_sampling` on a tree given as the set of its paths, over all draws from the target."""
     outcomes: Outcomes = {}
 
     def visit(path: Tokens, reached: Fraction) -> None:
@@ -125,7 +125,7 @@ class Toy:
         self.draft = agreement * self.target[:, self.ids] + (1 - agreement) * noise
 
     def grow(
-        self, tables: TreeTables, root: Tensor, s: SettingsTensors, position: Tensor, *, sampled: bool
+        self, tables: TreeTables, root: Tensor, s: SamplingTensors, position: Tensor, *, sampled: bool
     ) -> TreePlan:
         grow = start(tables, root, self.ids)
         for level in tables.shape.levels:
@@ -139,14 +139,14 @@ class Toy:
         return grow.plan()
 
     def round(
-        self, tables: TreeTables, root: Tensor, s: SettingsTensors, position: Tensor, *, sampled: bool
-    ) -> Path:
+        self, tables: TreeTables, root: Tensor, s: SamplingTensors, position: Tensor, *, sampled: bool
+    ) -> AcceptedPath:
         plan = self.grow(tables, root, s, position, sampled=sampled)
-        rule = walk_sampled if sampled else walk
+        rule = rejection_sampling if sampled else target_sampling
         return rule(plan, self.target[plan.tokens], s, position)
 
 
-def decode(toy: Toy, shape: TreeShape, s: SettingsTensors, length: int, *, sampled: bool = False) -> Tensor:
+def decode(toy: Toy, shape: TreeShape, s: SamplingTensors, length: int, *, sampled: bool = False) -> Tensor:
     """Rounds until every slot has `length` tokens: i64[B, length]."""
     tables = TreeTables.build(shape)
     batch = s.seed.shape[0]

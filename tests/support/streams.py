@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers import decoders, models, pre_tokenizers
 
-from eagle_run.tokenizer import Detokenizer, Text
+from eagle_run.tokenizer import Detokenizer, Tokenizer
 from support.bundlemaker import byte_tokenizer
 
 WORDS = "naïve 🙂👩‍👩‍👧 日本語 \ufffd a\n\n1. b"
 
 
-def bytes_of(text: Text, data: bytes) -> list[int]:
+def bytes_of(text: Tokenizer, data: bytes) -> list[int]:
     """One token per byte, valid UTF-8 or not: the alphabet of byte-level tokenizers maps bytes to letters."""
     table = {bytes([b]): letter for b, letter in zip(range(256), sorted_alphabet(), strict=True)}
-    return [text.tokenizer.token_to_id(table[bytes([b])]) for b in data]
+    return [text.backend_tokenizer.token_to_id(table[bytes([b])]) for b in data]
 
 
 def sorted_alphabet() -> list[str]:
@@ -23,7 +24,7 @@ def sorted_alphabet() -> list[str]:
     return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
 
 
-def fallback_text() -> Text:
+def fallback_text() -> Tokenizer:
     """SentencePiece style, as Llama 2 and Vicuna: ▁ for blanks, <0xNN> for what the vocabulary lacks."""
     pieces = [
         "<unk>",
@@ -37,7 +38,7 @@ def fallback_text() -> Text:
         "1",
         ".",
     ]
-    tokenizer = Tokenizer(
+    tokenizer = BackendTokenizer(
         models.BPE(
             vocab={piece: i for i, piece in enumerate(pieces)},
             merges=[],
@@ -51,14 +52,14 @@ def fallback_text() -> Text:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     tokenizer.add_special_tokens(["<unk>", "</s>"])
-    return Text(tokenizer)
+    return Tokenizer(tokenizer)
 
 
-BYTES = Text(byte_tokenizer())
+BYTES = Tokenizer(byte_tokenizer())
 FALLBACK = fallback_text()
 
 
-def stream(text: Text, ids: list[int], size: int = 1, **options: bool) -> list[str]:
+def stream(text: Tokenizer, ids: list[int], size: int = 1, **options: bool) -> list[str]:
     detokenizer = Detokenizer(text, **options)
     pieces = [detokenizer.push(ids[at : at + size]) for at in range(0, len(ids), size)]
     return [*pieces, detokenizer.flush()]

@@ -23,9 +23,9 @@ from eagle_export.reference import recipe as recipes
 from eagle_export.reference.modules import Modules, eager_graphs, load_config, load_fitting_head, load_modules
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.engine.decoder import Decoder
-from eagle_run.engine.model_runner import Session
+from eagle_run.engine.model_runner import ModelRunner
 from eagle_run.engine.request import Piece, Request, Stats
-from eagle_run.tokenizer import Text
+from eagle_run.tokenizer import Tokenizer
 
 EOS = 1
 _SPECIAL = ("<unk>", "</s>", "<user>", "<bot>")
@@ -208,15 +208,15 @@ def eager_decoder(
     max_seq_len: int = 128,
     chunk: int = 16,
     extra_rows: int = 64,
-    text: Text | None = None,
+    text: Tokenizer | None = None,
 ) -> Decoder:
     """The whole loop on the eager backend."""
-    session = Session(
+    runner = ModelRunner(
         eager_graphs(modules, max_seq_len + extra_rows),
         batch=batch,
         draft_to_target=modules.draft_to_target,
     )
-    return Decoder(session, max_seq_len=max_seq_len, chunk=chunk, text=text)
+    return Decoder(runner, max_seq_len=max_seq_len, chunk=chunk, text=text)
 
 
 def build_bundle(target: Path, head: Path | str, out: Path, **options: object) -> Path:

@@ -20,13 +20,13 @@ from eagle_run.errors import EagleError, UsageError
 if TYPE_CHECKING:
     from eagle_export.reference.modules import Modules
     from eagle_run.decoding.tree import TreeShape
-    from eagle_run.engine.model_runner import Session, State
-    from eagle_run.tokenizer import Text
+    from eagle_run.engine.model_runner import BatchState, ModelRunner
+    from eagle_run.tokenizer import Tokenizer
 
 PROMPT_COUNT, TOKENS = 12, 24  # by default: enough that more prompts no longer move the result
 
 
-def encode(text: Text, prompts: Sequence[str]) -> list[list[int]]:
+def encode(text: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
     """Each prompt as one user turn, as a chat would send it; bare where the model has no chat template."""
     return [text.encode_prompt(prompt, raw=text.chat_template is None) for prompt in prompts]
 
@@ -83,7 +83,7 @@ def decode(
     """
     from eagle_export.reference.modules import eager_graphs
     from eagle_run.decoding.tree import TreeShape
-    from eagle_run.engine.model_runner import Session
+    from eagle_run.engine.model_runner import ModelRunner
 
     if not prompts or not all(prompts):
         raise UsageError("calibration needs prompts, and none of them empty")
@@ -91,18 +91,18 @@ def decode(
         shape = TreeShape.plain()
     longest = max(map(len, prompts))
     rows = longest + tokens + 2 * (shape.depth + 1) + max(shape.cache_rows, longest)
-    session = Session(eager_graphs(modules, rows), batch=1, draft_to_target=modules.draft_to_target)
+    runner = ModelRunner(eager_graphs(modules, rows), batch=1, draft_to_target=modules.draft_to_target)
     answers = []
     for done, prompt in enumerate(prompts, start=1):
         stop = frozenset(stop_tokens)
-        answers.append(_answer(session, prompt, shape, tokens=tokens, stop=stop, recorder=recorder))
+        answers.append(_answer(runner, prompt, shape, tokens=tokens, stop=stop, recorder=recorder))
         if on_progress:
             on_progress(done, len(prompts))
     return answers
 
 
 def _answer(
-    session: Session,
+    runner: ModelRunner,
     prompt: Sequence[int],
     shape: TreeShape,
     *,
@@ -110,20 +110,20 @@ def _answer(
     stop: frozenset[int],
     recorder: Recorder | None,
 ) -> list[int]:
-    from eagle_run.decoding.sampling import SamplingSettings, stack
+    from eagle_run.decoding.sampling import SamplingParams, stack
     from eagle_run.engine.prefill import kv_bucket, prefill
     from eagle_run.engine.round import step
 
-    state = session.new_state(shape.depth + 1, stack([SamplingSettings()], session.device))
+    state = runner.new_state(shape.depth + 1, stack([SamplingParams()], runner.device))
     if recorder is not None:
         recorder.state = None
-    prefill(session, state, 0, prompt, chunk=max(1, len(prompt) - 1))
+    prefill(runner, state, 0, prompt, chunk=max(1, len(prompt) - 1))
     if recorder is not None:
         recorder.state = state
     answer: list[int] = []
     while len(answer) < tokens and not stop.intersection(answer):
-        kv = kv_bucket(len(prompt) - 1 + len(answer) + shape.cache_rows, session.cache_rows)
-        path = step(session, state, shape, kv=kv)
+        kv = kv_bucket(len(prompt) - 1 + len(answer) + shape.cache_rows, runner.cache_rows)
+        path = step(runner, state, shape, kv=kv)
         answer += path.tokens[0, : int(path.length[0])].tolist()
     return answer
 
@@ -137,7 +137,7 @@ class Recorder:
     def __init__(self) -> None:
         self.amax: dict[str, dict[str, Tensor]] = {}
         self.peaks: dict[str, Tensor] = {}
-        self.state: State | None = None
+        self.state: BatchState | None = None
         self._rows: Tensor | None = None  # bool [1, T]: the rows that count in the draft's present forward
 
     def see(self, graph: str, name: str, x: Tensor) -> None:

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from eagle_run.datasets import Question
-from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.engine.mismatch import Mismatch
 from eagle_run.engine.opening import Decoded
@@ -62,7 +62,7 @@ class BenchResult:
     batch: int
     tree: TreeShape
     rule: str
-    sampling: SamplingSettings
+    sampling: SamplingParams
     max_new_tokens: int
     pairs: list[Pair] = field(default_factory=list)
     skipped_turns: int = 0
@@ -156,7 +156,7 @@ def _rate(runs: Sequence[Sequence[Decoded]]) -> float:
 def _figures(runs: Sequence[Sequence[Decoded]]) -> dict[str, Any]:
     """Totals, and the median round by phase; `glue_share` is of all decoding time.
 
-    Without phases where graphs are not timed one by one (see `Session.timed`).
+    Without phases where graphs are not timed one by one (see `ModelRunner.timed`).
     """
     everything = [decoded for repeats in runs for decoded in repeats]
     rounds = [time for decoded in everything for time in decoded.rounds]

@@ -12,7 +12,7 @@ from typing import Any
 from eagle_run.backends.environment import environment
 from eagle_run.bench.result import BenchResult, Pair
 from eagle_run.datasets import Question
-from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.engine.mismatch import Mismatch, find_mismatch
 from eagle_run.engine.opening import Decoded, Engine
@@ -24,7 +24,7 @@ def bench(
     engine: Engine,
     questions: Sequence[Question],
     tree: TreeShape,
-    sampling: SamplingSettings | None = None,
+    sampling: SamplingParams | None = None,
     *,
     rule: str = "topk",
     max_new_tokens: int = 128,
@@ -44,7 +44,7 @@ def bench(
     if not questions or repeat < 1:
         raise UsageError(f"nothing to measure: {len(questions)} questions, {repeat} repeats")
     options = {
-        "sampling": sampling or SamplingSettings(),
+        "sampling": sampling or SamplingParams(),
         "max_new_tokens": max_new_tokens,
         "ignore_eos": ignore_eos,
     }
@@ -59,7 +59,7 @@ def bench(
         batch=engine.batch,
         tree=tree,
         rule=rule,
-        sampling=sampling or SamplingSettings(),
+        sampling=sampling or SamplingParams(),
         max_new_tokens=max_new_tokens,
         environment=environment(engine.threads),
     )
@@ -172,6 +172,6 @@ class _Runner:
         decoder = self.engine.decoder
         for place, request in enumerate(requests):
             expected, found = plain.answers[place].tokens, speculative.answers[place].tokens
-            mismatch = find_mismatch(decoder.session, request, expected, found, chunk=decoder.chunk)
+            mismatch = find_mismatch(decoder.runner, request, expected, found, chunk=decoder.chunk)
             if mismatch:
                 yield place, mismatch

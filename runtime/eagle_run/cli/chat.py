@@ -11,7 +11,7 @@ import click
 
 from eagle_run.bench.result import merge
 from eagle_run.cli.options import note
-from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.decoding.tree_spec import describe
 from eagle_run.engine.opening import Decoded, Engine
@@ -29,7 +29,7 @@ class Chat:
     engine: Engine
     shape: TreeShape
     rule: str
-    sampling: SamplingSettings
+    sampling: SamplingParams
     max_new_tokens: int
     system: str | None = None
     stop_strings: tuple[str, ...] = ()

@@ -187,7 +187,7 @@ class Generation:
             comparable = self.rule == "topk" or request.sampling.temperature == 0
             expected, found = plain.answers[place].tokens, None
             if comparable:
-                found = find_mismatch(decoder.session, request, expected, answer.tokens, chunk=decoder.chunk)
+                found = find_mismatch(decoder.runner, request, expected, answer.tokens, chunk=decoder.chunk)
             comparison = _compared(decoded.stats, plain.stats, found, comparable=comparable)
             if found:
                 self.mismatches += 1

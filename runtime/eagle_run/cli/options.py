@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from eagle_run.decoding.sampling import SamplingSettings
+    from eagle_run.decoding.sampling import SamplingParams
     from eagle_run.decoding.tree import TreeShape
     from eagle_run.engine.opening import Engine
 
@@ -90,10 +90,10 @@ class Options:
                 hint="take a static tree or a chain, or --draft topk",
             )
 
-    def sampling(self) -> SamplingSettings:
-        from eagle_run.decoding.sampling import SamplingSettings
+    def sampling(self) -> SamplingParams:
+        from eagle_run.decoding.sampling import SamplingParams
 
-        return SamplingSettings(
+        return SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,

@@ -1,13 +1,13 @@
 """Which drafts stay: two rules that emit exactly the target's distribution p, whatever the draft proposes.
 
-`walk` draws x ~ p at the root and follows the tree while x is a child. The children were fixed before the
-coin was drawn, so what is emitted is p itself, and a token is the same function of (its logits, seed,
-position) for every tree: decoding with a seed gives the tokens of plain decoding with that seed. It accepts
-with the sum of p over the children, the most any rule can for given children.
+`target_sampling` draws x ~ p at the root and follows the tree while x is a child. The children were fixed
+before the coin was drawn, so what is emitted is p itself, and a token is the same function of (its logits,
+seed, position) for every tree: decoding with a seed gives the tokens of plain decoding with that seed. It
+accepts with the sum of p over the children, the most any rule can for given children.
 
-`walk_sampled` is rejection sampling for children that were drawn from q without replacement: try them in
-drawn order, accept x with min(1, p(x)/q(x)), and on rejection go on with norm(max(p - q, 0)) and with q
-without x (SpecInfer §4.2 without its replacement; recursive rejection sampling of RSD).
+`rejection_sampling` is for children that were drawn from q without replacement: try them in drawn order,
+accept x with min(1, p(x)/q(x)), and on rejection go on with norm(max(p - q, 0)) and with q without x
+(SpecInfer §4.2 without its replacement; recursive rejection sampling of RSD).
 
 B batch, N nodes, D depth of the tree, V vocabulary, Vd draft vocabulary, K most children of a node.
 """
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from eagle_run.decoding.drafting import SampledRows, TreePlan
 from eagle_run.decoding.rng import ACCEPT, TOKEN, uniform
-from eagle_run.decoding.sampling import SettingsTensors, argmax, distribution, draw, draw_weights, to_weights
+from eagle_run.decoding.sampling import SamplingTensors, argmax, distribution, draw, draw_weights, to_weights
 
 
 @dataclass(frozen=True)
-class Path:
+class AcceptedPath:
     """How far a round came.
 
     nodes i64[B, D+1]: the accepted path, root first, its last node repeated to the end. length i64[B]:
@@ -44,7 +44,9 @@ class Path:
         return self.tokens.gather(1, self.length[:, None] - 1).squeeze(1)
 
 
-def walk(plan: TreePlan, logits: Tensor, settings: SettingsTensors, position: Tensor) -> Path:
+def target_sampling(
+    plan: TreePlan, logits: Tensor, settings: SamplingTensors, position: Tensor
+) -> AcceptedPath:
     """Follows the target's own draws down the tree.
 
     logits [B, N, V] of the plan's nodes, position i64[B] of the root: the token after a node of depth d is
@@ -64,15 +66,17 @@ def walk(plan: TreePlan, logits: Tensor, settings: SettingsTensors, position: Te
     return _follow(decide, plan.shape.depth, torch.zeros_like(position))
 
 
-def walk_sampled(plan: TreePlan, logits: Tensor, settings: SettingsTensors, position: Tensor) -> Path:
-    """Rejection sampling down a tree whose children were drawn from q (`sample_children`, `Grow.add(q=...)`).
+def rejection_sampling(
+    plan: TreePlan, logits: Tensor, settings: SamplingTensors, position: Tensor
+) -> AcceptedPath:
+    """Down a tree whose children were drawn from q (`sample_children`, `TreeBuilder.add(q=...)`).
 
-    Arguments and result as for `walk`; without levels (plain decoding) both are the same. In a greedy slot
-    p is all on the argmax, which is then accepted if it is a child, whatever q says. Raises ValueError for
-    a plan grown without q.
+    Arguments and result as for `target_sampling`; without levels (plain decoding) both are the same. In a
+    greedy slot p is all on the argmax, which is then accepted if it is a child, whatever q says. Raises
+    ValueError for a plan grown without q.
     """
     if not plan.shape.levels:
-        return walk(plan, logits, settings, position)
+        return target_sampling(plan, logits, settings, position)
     drafted = plan.sampled
     if drafted is None:
         raise ValueError("the sampled rule needs a plan whose levels were added with q")
@@ -92,7 +96,7 @@ def walk_sampled(plan: TreePlan, logits: Tensor, settings: SettingsTensors, posi
     return _follow(decide, plan.shape.depth, torch.zeros_like(position))
 
 
-def _follow(decide: Callable[[Tensor, int], tuple[Tensor, Tensor]], depth: int, root: Tensor) -> Path:
+def _follow(decide: Callable[[Tensor, int], tuple[Tensor, Tensor]], depth: int, root: Tensor) -> AcceptedPath:
     """Walks from node `root` i64[B], all zeros. decide(node, depth) -> (child i64[B] or -1, token i64[B])."""
     node, going, length = root, root == 0, torch.ones_like(root)
     path, tokens = [node], []
@@ -104,13 +108,13 @@ def _follow(decide: Callable[[Tensor, int], tuple[Tensor, Tensor]], depth: int, 
             node = torch.where(going, child, node)
             path.append(node)
             length = length + going
-    return Path(torch.stack(path, 1), length, torch.stack(tokens, 1))
+    return AcceptedPath(torch.stack(path, 1), length, torch.stack(tokens, 1))
 
 
 def _try_children(
     weights: Tensor, drafted: SampledRows, node: Tensor, coins: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One node of `walk_sampled`: (accepted child i64[B] or -1, its token, what is left of p as weights).
+    """One node of `rejection_sampling`: (accepted child i64[B] or -1, its token, rest of p as weights).
 
     weights i64[B, V] of p, node i64[B], coins f64[B, K].
     """

@@ -172,17 +172,17 @@ def rerank(scores: Tensor, count: int) -> Tensor:
     return choose_frontier(scores, count).sort(-1).values
 
 
-def start(tables: TreeTables, root: Tensor, draft_to_target: Tensor | None = None) -> Grow:
+def start(tables: TreeTables, root: Tensor, draft_to_target: Tensor | None = None) -> TreeBuilder:
     """A tree with only its root: i64[B] target ids. draft_to_target i64[Vd] holds absolute target ids."""
     batch, rows = root.shape[0], tables.shape.draft_rows
     nothing = root.new_zeros(batch, 1)
     mask = torch.zeros(batch, 1, rows, dtype=torch.bool, device=root.device)
     frontier = Frontier(input_ids=root[:, None], parent_rows=nothing, mask=mask, scores=nothing.float())
-    return Grow(tables, root, draft_to_target, frontier)
+    return TreeBuilder(tables, root, draft_to_target, frontier)
 
 
 @dataclass(frozen=True)
-class Grow:
+class TreeBuilder:
     """A tree under construction. Levels are added in the order of shape.levels; then comes `plan`.
 
     tokens, scores, q: one entry a level, as given to `add`. rows: one entry a frontier, i64[B, w], the flat
@@ -198,7 +198,7 @@ class Grow:
     rows: tuple[Tensor, ...] = ()
     q: tuple[Tensor, ...] = ()
 
-    def add(self, tokens: Tensor, scores: Tensor | None = None, *, q: Tensor | None = None) -> Grow:
+    def add(self, tokens: Tensor, scores: Tensor | None = None, *, q: Tensor | None = None) -> TreeBuilder:
         """Adds the next level's candidates and moves the frontier on.
 
         tokens i64[B, w*k]: draft ids, -1 where missing. scores f32[B, w*k]: a dynamic tree needs them.
@@ -223,7 +223,7 @@ class Grow:
             return grown
         return grown._advance(tokens, scores)
 
-    def _advance(self, tokens: Tensor, scores: Tensor) -> Grow:
+    def _advance(self, tokens: Tensor, scores: Tensor) -> TreeBuilder:
         """Chooses the rows of the next level among the candidates of the last one."""
         done = len(self.tokens)
         last, level = self.tables.shape.levels[done - 1 : done + 1]

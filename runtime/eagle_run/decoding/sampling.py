@@ -25,7 +25,7 @@ _GRID = 2.0**52
 
 
 @dataclass(frozen=True)
-class SamplingSettings:
+class SamplingParams:
     """How one request samples. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch a filter off.
 
     Temperatures that float32 can not tell from 0 or infinity are refused rather than silently changed.
@@ -78,7 +78,7 @@ class Switches:
 
 
 @dataclass(frozen=True)
-class SettingsTensors:
+class SamplingTensors:
     """The settings of B slots. temperature f32[B], top_k i64[B], top_p f64[B], min_p f32[B], seed i64[B]."""
 
     temperature: Tensor
@@ -88,13 +88,13 @@ class SettingsTensors:
     seed: Tensor
     switches: Switches
 
-    def put(self, slot: int, settings: SamplingSettings) -> None:
+    def put(self, slot: int, settings: SamplingParams) -> None:
         """Gives a slot the settings of another request, in place. `switches` must know them already."""
         for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
             getattr(self, name)[slot] = getattr(settings, name)
 
 
-def switches(settings: Sequence[SamplingSettings]) -> Switches:
+def switches(settings: Sequence[SamplingParams]) -> Switches:
     """The code that these requests need together."""
     greedy = [s.temperature == 0 for s in settings]
     sampled = [s for s in settings if s.temperature > 0]  # a filter keeps the argmax: greedy slots need none
@@ -107,13 +107,13 @@ def switches(settings: Sequence[SamplingSettings]) -> Switches:
     )
 
 
-def stack(settings: Sequence[SamplingSettings], device: torch.device | str = "cpu") -> SettingsTensors:
+def stack(settings: Sequence[SamplingParams], device: torch.device | str = "cpu") -> SamplingTensors:
     """The settings of a batch as tensors [B] on `device` (a copy from the host: not inside a capture)."""
 
     def column(name: str, dtype: torch.dtype) -> Tensor:
         return torch.tensor([getattr(s, name) for s in settings], dtype=dtype, device=device)
 
-    return SettingsTensors(
+    return SamplingTensors(
         temperature=column("temperature", torch.float32),
         top_k=column("top_k", torch.int64),
         top_p=column("top_p", torch.float64),
@@ -137,7 +137,7 @@ def argmax(x: Tensor) -> Tensor:
     return x.argmax(-1)
 
 
-def distribution(logits: Tensor, settings: SettingsTensors) -> Tensor:
+def distribution(logits: Tensor, settings: SamplingTensors) -> Tensor:
     """The probabilities that a request samples from: logits [B, ..., V] -> f32 of the same shape.
 
     temperature, then top-k, then top-p over what top-k left, then min-p against the most probable token, then
@@ -158,7 +158,7 @@ def distribution(logits: Tensor, settings: SettingsTensors) -> Tensor:
     return p
 
 
-def _filter(p: Tensor, settings: SettingsTensors) -> Tensor:
+def _filter(p: Tensor, settings: SamplingTensors) -> Tensor:
     """Zeroes what top-k, top-p and min-p cut off and normalises the slots that cut. p f32[B, ..., V].
 
     One threshold on the probability does all three: what top-p keeps of top-k's renormalised set is the
@@ -242,7 +242,7 @@ def draw(p: Tensor, u: Tensor) -> Tensor:
     return draw_weights(to_weights(p), u)
 
 
-def draft_distribution(logits: Tensor, settings: SettingsTensors) -> Tensor:
+def draft_distribution(logits: Tensor, settings: SamplingTensors) -> Tensor:
     """The q that children are sampled from: draft logits [B, w, Vd] -> f32, softmax(logits / temperature).
 
     The request's temperature but not its filters: any q is lossless as long as the very same q is used to
@@ -277,7 +277,7 @@ def sample_without_replacement(q: Tensor, u: Tensor, greedy: Tensor | None = Non
 
 
 def sample_children(
-    logits: Tensor, children: int, settings: SettingsTensors, position: Tensor
+    logits: Tensor, children: int, settings: SamplingTensors, position: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The children of one level's rows for the sampled rule.
 

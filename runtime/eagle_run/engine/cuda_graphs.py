@@ -76,7 +76,7 @@ def _noting(errors: list[Exception]) -> Iterator[None]:
         raise
 
 
-class CapturedRounds:
+class CudaGraphRunner:
     """Functions by key: run the first time, captured the second, then replayed.
 
     Where it is not `enabled` (a CPU, a backend that cannot be captured) functions are called every time.

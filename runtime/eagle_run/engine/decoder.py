@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from eagle_run.backends.stream import on_stream, wait
-from eagle_run.decoding.sampling import SamplingSettings, stack
+from eagle_run.decoding.sampling import SamplingParams, stack
 from eagle_run.decoding.tree import TreeShape
-from eagle_run.engine.cuda_graphs import CapturedRounds
-from eagle_run.engine.model_runner import Session, State
+from eagle_run.engine.cuda_graphs import CudaGraphRunner
+from eagle_run.engine.model_runner import BatchState, ModelRunner
 from eagle_run.engine.request import Piece, Request, Stats
 from eagle_run.engine.scheduler import Job, Slots
 from eagle_run.errors import EagleError, UsageError
-from eagle_run.tokenizer import Text
+from eagle_run.tokenizer import Tokenizer
 
 
 class Decoder:
-    """Runs requests through a session in rounds, `session.batch` of them at a time.
+    """Runs requests through a runner in rounds, `runner.batch` of them at a time.
 
     `text` turns tokens into text as they come; without it pieces carry tokens only. `max_nodes` is the
     largest tree that the graphs were built for; None leaves it to the room in the caches. `rounds` runs the
@@ -26,23 +26,23 @@ class Decoder:
 
     def __init__(
         self,
-        session: Session,
+        runner: ModelRunner,
         *,
         max_seq_len: int,
         chunk: int,
-        text: Text | None = None,
+        text: Tokenizer | None = None,
         max_nodes: int | None = None,
         run_ahead: bool | None = None,
-        rounds: CapturedRounds | None = None,
+        rounds: CudaGraphRunner | None = None,
     ) -> None:
-        self.session = session
+        self.runner = runner
         self.max_nodes = max_nodes
         self.max_seq_len = max_seq_len
         self.chunk = chunk
         self.text = text
-        self.run_ahead = session.device.type == "cuda" if run_ahead is None else run_ahead
-        self.rounds = rounds or CapturedRounds(session.device)
-        self._states: dict[int, State] = {}
+        self.run_ahead = runner.device.type == "cuda" if run_ahead is None else run_ahead
+        self.rounds = rounds or CudaGraphRunner(runner.device)
+        self._states: dict[int, BatchState] = {}
 
     def generate(
         self, requests: Sequence[Request], shape: TreeShape, *, rule: str = "topk", stats: Stats | None = None
@@ -56,7 +56,7 @@ class Decoder:
         """
         self.check(requests, shape, rule=rule)
         slots = Slots(
-            self.session,
+            self.runner,
             self.state(shape),
             self.rounds,
             [Job(index, request, self.max_seq_len, self.text) for index, request in enumerate(requests)],
@@ -72,15 +72,15 @@ class Decoder:
                 slots.launch()
                 yield from slots.collect()
         finally:  # left in the middle, a round may be under way on memory that the caller is about to free
-            wait(self.session.device)
+            wait(self.runner.device)
 
-    def state(self, shape: TreeShape) -> State:
+    def state(self, shape: TreeShape) -> BatchState:
         """The state of rounds of this shape, always the same one: captured rounds hold its memory."""
         rows = shape.depth + 1
         if rows not in self._states:
-            with on_stream(self.session.device):
-                settings = stack([SamplingSettings()] * self.session.batch, self.session.device)
-                self._states[rows] = self.session.new_state(rows, settings)
+            with on_stream(self.runner.device):
+                settings = stack([SamplingParams()] * self.runner.batch, self.runner.device)
+                self._states[rows] = self.runner.new_state(rows, settings)
         return self._states[rows]
 
     def check(self, requests: Sequence[Request], shape: TreeShape, *, rule: str = "topk") -> None:
@@ -106,7 +106,7 @@ class Decoder:
                 "sampled drafts need a tree that is fixed before they are drawn, and a dynamic one is not",
                 hint="take a static tree or a chain, or the rule topk",
             )
-        if shape.levels and not self.session.has_draft:
+        if shape.levels and not self.runner.has_draft:
             raise UsageError(
                 "this bundle has no draft head, so only plain decoding is possible",
                 hint="use --tree plain, or build the bundle with --head",
@@ -126,7 +126,7 @@ class Decoder:
                 f"a level of this tree has {widest} rows; the bundle was built for {self.max_nodes}",
                 hint="take a smaller top-k, or build the bundle with a larger --max-tree-nodes",
             )
-        there, behind = self.session.cache_rows, max(self.chunk, shape.cache_rows)
+        there, behind = self.runner.cache_rows, max(self.chunk, shape.cache_rows)
         if self.max_seq_len + behind <= there:
             return
         found = f"{self.max_seq_len + behind} cache rows; the bundle's graphs have {there}"

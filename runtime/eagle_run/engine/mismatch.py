@@ -20,8 +20,8 @@ from torch import Tensor
 
 from eagle_run.backends.stream import on_stream
 from eagle_run.decoding.rng import TOKEN, uniform
-from eagle_run.decoding.sampling import SamplingSettings, distribution, stack, to_weights
-from eagle_run.engine.model_runner import Session
+from eagle_run.decoding.sampling import SamplingParams, distribution, stack, to_weights
+from eagle_run.engine.model_runner import ModelRunner
 from eagle_run.engine.prefill import fill, kv_bucket, prefill
 from eagle_run.engine.request import Request
 
@@ -38,7 +38,7 @@ class Mismatch:
     `position` counts the answer's tokens from 0; a token is None where that answer had ended. `gap` is how
     far the plain logits of this position are from giving both tokens: at temperature 0 the logit that the
     lower one lacks to the top, at T > 0 the probability by which the coin misses its interval; None where an
-    answer ended. `tie`: the gap is within TIES of the session's precision.
+    answer ended. `tie`: the gap is within TIES of the runner's precision.
     """
 
     position: int
@@ -52,7 +52,7 @@ class Mismatch:
 
 
 def find_mismatch(
-    session: Session, request: Request, plain: Sequence[int], speculative: Sequence[int], *, chunk: int
+    runner: ModelRunner, request: Request, plain: Sequence[int], speculative: Sequence[int], *, chunk: int
 ) -> Mismatch | None:
     """Compares two answers to `request`; where they differ, plain decoding's logits are computed again."""
     pairs = enumerate(zip_longest(plain, speculative))
@@ -63,19 +63,19 @@ def find_mismatch(
     if a is None or b is None:
         return Mismatch(position, a, b, None, tie=False)
     prefix = (*request.prompt, *plain[:position])
-    with on_stream(session.device):
-        gap = _gap(next_logits(session, prefix, chunk=chunk), (a, b), request.sampling, len(prefix))
-    widest = TIES[session.precision][request.sampling.temperature > 0]
+    with on_stream(runner.device):
+        gap = _gap(next_logits(runner, prefix, chunk=chunk), (a, b), request.sampling, len(prefix))
+    widest = TIES[runner.precision][request.sampling.temperature > 0]
     return Mismatch(position, a, b, gap, tie=gap <= widest)
 
 
-def next_logits(session: Session, tokens: Sequence[int], *, chunk: int) -> Tensor:
+def next_logits(runner: ModelRunner, tokens: Sequence[int], *, chunk: int) -> Tensor:
     """f32 [V]: the target's logits after `tokens`, by a prefill and a forward over the last token alone."""
-    session.runs += 1  # the caches are no longer those of a run that may be going on
-    state = session.new_state(1, stack([SamplingSettings()] * session.batch, session.device))
-    prefill(session, state, 0, tokens, chunk=chunk)
-    kv = kv_bucket(len(tokens), session.cache_rows)
-    target = session.target(1, 1, kv)
+    runner.runs += 1  # the caches are no longer those of a run that may be going on
+    state = runner.new_state(1, stack([SamplingParams()] * runner.batch, runner.device))
+    prefill(runner, state, 0, tokens, chunk=chunk)
+    kv = kv_bucket(len(tokens), runner.cache_rows)
+    target = runner.target(1, 1, kv)
     positions = state.length[:, None]  # [B, 1]
     fill(
         target.inputs,
@@ -83,13 +83,13 @@ def next_logits(session: Session, tokens: Sequence[int], *, chunk: int) -> Tenso
         position_ids=positions,
         write_index=state.length,
         logits_index=torch.zeros_like(positions),
-        tree_mask=(torch.arange(kv, device=session.device) <= positions[:, :, None])[:, None],
+        tree_mask=(torch.arange(kv, device=runner.device) <= positions[:, :, None])[:, None],
     )
     target.run()
     return target.outputs["logits"][0, 0].float().clone()
 
 
-def _gap(logits: Tensor, tokens: tuple[int, int], sampling: SamplingSettings, position: int) -> float:
+def _gap(logits: Tensor, tokens: tuple[int, int], sampling: SamplingParams, position: int) -> float:
     """How much the choice at `position` (absolute) would have to move to give the less likely of `tokens`."""
     if sampling.temperature == 0:
         return float(logits.max() - logits[list(tokens)].min())

@@ -17,7 +17,7 @@ from eagle_run.backends.base import Graph, Run
 from eagle_run.backends.stream import on_stream
 from eagle_run.bundle.tensors import GraphSpec, TensorSpec
 from eagle_run.decoding.drafting import TreeTables
-from eagle_run.decoding.sampling import SettingsTensors
+from eagle_run.decoding.sampling import SamplingTensors
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.dtypes import DTYPES
 from eagle_run.errors import EagleError
@@ -33,7 +33,7 @@ class Forward:
 
 
 @dataclass
-class State:
+class BatchState:
     """The slots of a batch between two rounds; every field is a device tensor of fixed shape.
 
     n = `length` tokens have their KV in the target cache; `root` is the token after them, which has none.
@@ -49,7 +49,7 @@ class State:
     active: Tensor  # bool [B]; a finished slot computes on but neither grows nor emits
     limit: Tensor  # i64 [B]: with this many tokens in its cache a slot is finished
     report: Tensor  # i64 [B, 1 + P]: of the last round, path length and emitted tokens: what the host reads
-    settings: SettingsTensors
+    settings: SamplingTensors
 
     def retire(self, slot: int) -> None:
         """Ends a slot. It goes on computing, at the start of its caches, where it needs no room."""
@@ -85,7 +85,7 @@ class Clock:
         self.seconds.clear()
 
 
-class Session:
+class ModelRunner:
     """`batch` slots over the graphs of a bundle.
 
     `graphs` holds "target" and, for speculative decoding, "draft" and (unless the head has none) "fuse".
@@ -188,7 +188,7 @@ class Session:
         forward.run()
         return forward.outputs["hidden"]
 
-    def new_state(self, path_rows: int, settings: SettingsTensors) -> State:
+    def new_state(self, path_rows: int, settings: SamplingTensors) -> BatchState:
         """An empty batch whose rounds emit at most `path_rows` tokens a slot."""
         batch, device = self.batch, self.device
         dtype = DTYPES[_dtype(self.graphs["target"].spec, "features")].torch
@@ -196,7 +196,7 @@ class Session:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        return State(
+        return BatchState(
             length=zeros(batch),
             root=zeros(batch),
             pending_features=torch.zeros(batch, path_rows, self.feature_size, dtype=dtype, device=device),

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from eagle_run.bundle.loading import Bundle, load_bundle
-from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.decoding.tree import TreeShape
-from eagle_run.engine.cuda_graphs import CapturedRounds
+from eagle_run.engine.cuda_graphs import CudaGraphRunner
 from eagle_run.engine.decoder import Decoder
 from eagle_run.engine.graph_loading import Log, open_graphs
-from eagle_run.engine.model_runner import Session
+from eagle_run.engine.model_runner import ModelRunner
 from eagle_run.engine.request import Piece, Request, Stats
 from eagle_run.errors import UsageError
-from eagle_run.tokenizer import Text
+from eagle_run.tokenizer import Tokenizer
 
 
 @dataclass
@@ -77,23 +77,23 @@ class Engine:
 
     bundle: Bundle
     decoder: Decoder
-    text: Text
+    text: Tokenizer
     tree: TreeShape | None
     backend: str
     threads: int
 
     @property
     def batch(self) -> int:
-        return self.decoder.session.batch
+        return self.decoder.runner.batch
 
     @property
     def device(self) -> str:
         """ "cpu", or which GPU: "cuda:0"."""
-        return str(self.decoder.session.device)
+        return str(self.decoder.runner.device)
 
     @property
     def precision(self) -> str:
-        return self.decoder.session.precision
+        return self.decoder.runner.precision
 
     def request(
         self,
@@ -101,7 +101,7 @@ class Engine:
         *,
         system: str | None = None,
         raw: bool = False,
-        sampling: SamplingSettings | None = None,
+        sampling: SamplingParams | None = None,
         max_new_tokens: int = 256,
         stop_strings: Sequence[str] = (),
         ignore_eos: bool = False,
@@ -120,7 +120,7 @@ class Engine:
             ids = self.text.encode_chat([*head, *prompt])
         return Request(
             prompt=tuple(ids),
-            sampling=sampling or SamplingSettings(),
+            sampling=sampling or SamplingParams(),
             max_new_tokens=max_new_tokens,
             stop_tokens=frozenset() if ignore_eos else frozenset(self.bundle.manifest.stop_token_ids),
             stop_strings=tuple(stop_strings),
@@ -206,7 +206,7 @@ def open_engine(
     opened = open_graphs(
         bundle, backend=backend, device=device, threads=threads, with_draft=with_draft, log=log
     )
-    session = Session(
+    runner = ModelRunner(
         opened.graphs,
         batch=batch,
         draft_to_target=_vocabulary(bundle) if has_head else None,
@@ -215,7 +215,7 @@ def open_engine(
     )
     engine = assemble(
         bundle,
-        session,
+        runner,
         backend=opened.backend,
         threads=threads,
         cuda_graphs=cuda_graphs,
@@ -226,24 +226,24 @@ def open_engine(
 
 def assemble(
     bundle: Bundle,
-    session: Session,
+    runner: ModelRunner,
     *,
     backend: str,
     threads: int,
     cuda_graphs: bool = True,
 ) -> Engine:
-    """An engine that decodes in `session`, with the bundle's limits, text and, if it has a draft, tree."""
+    """An engine that decodes in `runner`, with the bundle's limits, text and, if it has a draft, tree."""
     limits = bundle.manifest.limits
-    text = Text.load(bundle.tokenizer_dir)
+    text = Tokenizer.load(bundle.tokenizer_dir)
     decoder = Decoder(
-        session,
+        runner,
         max_seq_len=limits.max_seq_len,
         chunk=limits.prefill_chunk,
         text=text,
         max_nodes=limits.max_tree_nodes,
-        rounds=CapturedRounds(session.device, enabled=cuda_graphs),
+        rounds=CudaGraphRunner(runner.device, enabled=cuda_graphs),
     )
-    defaults = bundle.manifest.tree if session.has_draft else None
+    defaults = bundle.manifest.tree if runner.has_draft else None
     return Engine(
         bundle=bundle,
         decoder=decoder,

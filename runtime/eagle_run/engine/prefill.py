@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eagle_run.engine.model_runner import Session, State
+from eagle_run.engine.model_runner import BatchState, ModelRunner
 
 # Row counts that a chunk is rounded up to, so that few shapes are bound.
 _ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
-def prefill(session: Session, state: State, slot: int, prompt: Sequence[int], *, chunk: int) -> None:
+def prefill(runner: ModelRunner, state: BatchState, slot: int, prompt: Sequence[int], *, chunk: int) -> None:
     """Writes the KV of `prompt` (of at least one token) and sets the slot's state for a first round.
 
     `chunk` is the most tokens in one forward. Other slots, which may be in the middle of their answers, are
@@ -27,11 +27,11 @@ def prefill(session: Session, state: State, slot: int, prompt: Sequence[int], *,
     for start in range(0, cached, chunk):
         rows = round_up(min(chunk, cached - start), _ROWS, most=chunk)
         tokens = list(prompt[start : start + rows + 1])
-        padded = torch.tensor([tokens + [0] * (rows + 1 - len(tokens))], device=session.device)
-        pending = _prefill_chunk(session, padded, start, last=cached - 1 - start)
+        padded = torch.tensor([tokens + [0] * (rows + 1 - len(tokens))], device=runner.device)
+        pending = _prefill_chunk(runner, padded, start, last=cached - 1 - start)
         if pending is not None:
             state.pending_features[slot, 0] = pending
-    session.adopt(slot, cached)
+    runner.adopt(slot, cached)
     state.length[slot] = cached
     state.root[slot] = prompt[-1]
     state.pending_count[slot] = min(cached, 1)
@@ -41,13 +41,13 @@ def prefill(session: Session, state: State, slot: int, prompt: Sequence[int], *,
     state.active[slot] = True
 
 
-def _prefill_chunk(session: Session, tokens: Tensor, start: int, *, last: int) -> Tensor | None:
+def _prefill_chunk(runner: ModelRunner, tokens: Tensor, start: int, *, last: int) -> Tensor | None:
     """tokens [1, rows + 1]: the chunk's tokens, and the one after them for the last pair of the draft.
 
     Gives the feature [n*H] of row `last`, where the prompt ends, or None if it ends in another chunk.
     """
-    device, rows = session.device, tokens.shape[1] - 1
-    kv = kv_bucket(start + rows, session.cache_rows)
+    device, rows = runner.device, tokens.shape[1] - 1
+    kv = kv_bucket(start + rows, runner.cache_rows)
     positions = torch.arange(start, start + rows, device=device)
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     shared = {
@@ -57,14 +57,14 @@ def _prefill_chunk(session: Session, tokens: Tensor, start: int, *, last: int) -
         "logits_index": zero[:, None],  # one row: no logits are wanted yet
     }
 
-    target = session.target(rows, 1, kv, staged=True)
+    target = runner.target(rows, 1, kv, staged=True)
     fill(target.inputs, input_ids=tokens[:, :-1], **shared)
     target.run()
-    if not session.has_draft:
+    if not runner.has_draft:
         return None
     features = target.outputs["features"]  # [1, rows, n*H]
-    hidden = session.fuse(features, staged=True)
-    draft = session.draft(rows, 1, kv, staged=True)
+    hidden = runner.fuse(features, staged=True)
+    draft = runner.draft(rows, 1, kv, staged=True)
     fill(draft.inputs, input_ids=tokens[:, 1:], hidden=hidden, **shared)
     draft.run()
     return features[0, last] if last < rows else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Request:
     """
 
     prompt: tuple[int, ...]
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     max_new_tokens: int = 256
     stop_tokens: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
@@ -93,7 +93,7 @@ class Stats:
     def phases(self) -> dict[str, float]:
         """Mean milliseconds of a round by phase; `glue_ms` is all that happens outside the graphs.
 
-        Only `round_ms` where graphs are not timed one by one (see `Session.timed`).
+        Only `round_ms` where graphs are not timed one by one (see `ModelRunner.timed`).
         """
         steps = max(self.steps, 1)
         if not self.verify_seconds:

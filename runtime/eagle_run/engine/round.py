@@ -10,46 +10,48 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle_run.decoding.acceptance import Path, walk, walk_sampled
-from eagle_run.decoding.drafting import Grow, TreePlan, expand, start
+from eagle_run.decoding.acceptance import AcceptedPath, rejection_sampling, target_sampling
+from eagle_run.decoding.drafting import TreeBuilder, TreePlan, expand, start
 from eagle_run.decoding.sampling import sample_children
 from eagle_run.decoding.tree import Level, TreeShape
-from eagle_run.engine.model_runner import Forward, Session, State
+from eagle_run.engine.model_runner import BatchState, Forward, ModelRunner
 from eagle_run.engine.prefill import fill
 
 
-def step(session: Session, state: State, shape: TreeShape, *, kv: int, rule: str = "topk") -> Path:
+def step(
+    runner: ModelRunner, state: BatchState, shape: TreeShape, *, kv: int, rule: str = "topk"
+) -> AcceptedPath:
     """Runs one round for all slots and returns the accepted path; `state` and the caches move on with it.
 
     `kv` is the attended width of the caches: at least the longest slot's n + `shape.cache_rows`.
     `rule` is "topk" or "sampled" (see `accept`).
     """
-    return observed_step(session, state, shape, kv=kv, rule=rule)[2]
+    return observed_step(runner, state, shape, kv=kv, rule=rule)[2]
 
 
 def observed_step(
-    session: Session, state: State, shape: TreeShape, *, kv: int, rule: str = "topk"
-) -> tuple[TreePlan, Forward, Path]:
+    runner: ModelRunner, state: BatchState, shape: TreeShape, *, kv: int, rule: str = "topk"
+) -> tuple[TreePlan, Forward, AcceptedPath]:
     """`step`, for those who want to see the tree and what the target said of it beside the path.
 
     The forward's outputs are buffers: the next round overwrites them.
     """
-    plan = draft(session, state, shape, kv=kv, rule=rule)
-    seen = verify(session, state, plan, kv=kv)
+    plan = draft(runner, state, shape, kv=kv, rule=rule)
+    seen = verify(runner, state, plan, kv=kv)
     path = accept(state, plan, seen, rule=rule)
-    commit(session, state, shape, path, seen)
+    commit(runner, state, shape, path, seen)
     return plan, seen, path
 
 
-def draft(session: Session, state: State, shape: TreeShape, *, kv: int, rule: str) -> TreePlan:
+def draft(runner: ModelRunner, state: BatchState, shape: TreeShape, *, kv: int, rule: str) -> TreePlan:
     """Grows a tree below the root, level by level (EAGLE-2 §4.1; the first level is the primed pair's)."""
-    grow = start(session.tables(shape), state.root, session.draft_to_target)
+    grow = start(runner.tables(shape), state.root, runner.draft_to_target)
     if not shape.levels:
         return grow.plan()
-    logits, hidden = _prime(session, state, kv)  # [B, 1, Vd], [B, 1, Hd]
+    logits, hidden = _prime(runner, state, kv)  # [B, 1, Vd], [B, 1, Hd]
     for level in shape.levels:
         if level.depth > 1:
-            logits, hidden = _extend(session, state, grow, level, hidden, kv=kv)  # [B, w, Vd], [B, w, Hd]
+            logits, hidden = _extend(runner, state, grow, level, hidden, kv=kv)  # [B, w, Vd], [B, w, Hd]
         if rule == "sampled":
             tokens, q = sample_children(logits, level.children, state.settings, state.length + level.depth)
             grow = grow.add(tokens, q=q)
@@ -59,36 +61,38 @@ def draft(session: Session, state: State, shape: TreeShape, *, kv: int, rule: st
     return grow.plan()
 
 
-def verify(session: Session, state: State, plan: TreePlan, *, kv: int) -> Forward:
+def verify(runner: ModelRunner, state: BatchState, plan: TreePlan, *, kv: int) -> Forward:
     """One target forward over the tree: logits and features of every node."""
     nodes = plan.tokens.shape[1]
-    forward = session.target(nodes, nodes, kv)
+    forward = runner.target(nodes, nodes, kv)
     fill(
         forward.inputs,
         input_ids=plan.tokens,
         position_ids=state.length[:, None] + plan.depth,
         write_index=state.length,
-        logits_index=torch.arange(nodes, device=session.device).expand(session.batch, -1),
+        logits_index=torch.arange(nodes, device=runner.device).expand(runner.batch, -1),
     )
     show(forward.inputs["tree_mask"], state.length, plan.mask)
     forward.run()
     return forward
 
 
-def accept(state: State, plan: TreePlan, seen: Forward, *, rule: str) -> Path:
+def accept(state: BatchState, plan: TreePlan, seen: Forward, *, rule: str) -> AcceptedPath:
     """How far down the tree the target's own choice goes, and the token that follows."""
-    rules = {"topk": walk, "sampled": walk_sampled}
+    rules = {"topk": target_sampling, "sampled": rejection_sampling}
     return rules[rule](plan, seen.outputs["logits"], state.settings, state.length)
 
 
-def commit(session: Session, state: State, shape: TreeShape, path: Path, seen: Forward) -> None:
+def commit(
+    runner: ModelRunner, state: BatchState, shape: TreeShape, path: AcceptedPath, seen: Forward
+) -> None:
     """Makes the path the new end of the sequence: KV rows into place, pairs for the next prime, new root."""
     if shape.kind in ("dynamic", "static"):  # a chain's accepted rows are in place already
-        _compact(session.target_cache, state.length, path.nodes)
+        _compact(runner.target_cache, state.length, path.nodes)
     grown = torch.where(state.active, path.length, 0)  # [B]
     state.length += grown
     state.root.copy_(torch.where(state.active, path.root, state.root))
-    if session.has_draft:
+    if runner.has_draft:
         features = seen.outputs["features"]  # [B, N, n*H]
         picked = features.gather(1, path.nodes[:, :, None].expand(-1, -1, features.shape[2]))
         rows = path.nodes.shape[1]
@@ -98,32 +102,32 @@ def commit(session: Session, state: State, shape: TreeShape, path: Path, seen: F
     torch.cat((path.length[:, None], path.tokens), 1, out=state.report)
 
 
-def _prime(session: Session, state: State, kv: int) -> tuple[Tensor, Tensor]:
+def _prime(runner: ModelRunner, state: BatchState, kv: int) -> tuple[Tensor, Tensor]:
     """Adds the pending pairs to the draft cache; logits and hidden of the last one, [B, 1, ·]."""
     rows = state.pending_tokens.shape[1]
     pairs = state.length - state.pending_count  # [B]: pairs that the draft cache holds
-    forward = session.draft(rows, 1, kv)
+    forward = runner.draft(rows, 1, kv)
     last = (state.pending_count - 1).clamp(min=0)[:, None]  # a one-token prompt has no pair: row 0 stands in
-    row = torch.arange(rows, device=session.device)
+    row = torch.arange(rows, device=runner.device)
     fill(
         forward.inputs,
         input_ids=state.pending_tokens,
-        hidden=session.fuse(state.pending_features),
+        hidden=runner.fuse(state.pending_features),
         position_ids=pairs[:, None] + row,
         write_index=pairs,
         logits_index=last,
     )
-    show(forward.inputs["tree_mask"], pairs, (row <= row[:, None]).expand(session.batch, -1, -1))
+    show(forward.inputs["tree_mask"], pairs, (row <= row[:, None]).expand(runner.batch, -1, -1))
     forward.run()
     return forward.outputs["logits"], _rows(forward.outputs["hidden_out"], last)
 
 
 def _extend(
-    session: Session, state: State, grow: Grow, level: Level, hidden: Tensor, *, kv: int
+    runner: ModelRunner, state: BatchState, grow: TreeBuilder, level: Level, hidden: Tensor, *, kv: int
 ) -> tuple[Tensor, Tensor]:
     """Forwards a level's frontier; its rows see all pairs and their own ancestors."""
     frontier = grow.frontier
-    forward = session.draft(level.width, level.width, kv)
+    forward = runner.draft(level.width, level.width, kv)
     position = state.length[:, None] + (level.depth - 2)  # a pair sits one before its token
     fill(
         forward.inputs,
@@ -131,7 +135,7 @@ def _extend(
         hidden=_rows(hidden, frontier.parent_rows),
         position_ids=position.expand(-1, level.width),
         write_index=state.length + level.offset,
-        logits_index=torch.arange(level.width, device=session.device).expand(session.batch, -1),
+        logits_index=torch.arange(level.width, device=runner.device).expand(runner.batch, -1),
     )
     show(forward.inputs["tree_mask"], state.length, frontier.mask)
     forward.run()

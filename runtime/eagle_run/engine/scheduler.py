@@ -12,13 +12,13 @@ from eagle_run.backends.stream import on_stream, wait
 from eagle_run.decoding.sampling import switches
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.engine.async_output import Handover, Read
-from eagle_run.engine.cuda_graphs import CapturedRounds
-from eagle_run.engine.model_runner import Session, State
+from eagle_run.engine.cuda_graphs import CudaGraphRunner
+from eagle_run.engine.model_runner import BatchState, ModelRunner
 from eagle_run.engine.prefill import kv_bucket, prefill
 from eagle_run.engine.request import Piece, Request, Stats
 from eagle_run.engine.round import step
 from eagle_run.errors import EagleError
-from eagle_run.tokenizer import Detokenizer, StopStrings, Text
+from eagle_run.tokenizer import Detokenizer, StopStrings, Tokenizer
 
 
 class Job:
@@ -28,7 +28,7 @@ class Job:
     which will add at least one.
     """
 
-    def __init__(self, index: int, request: Request, max_seq_len: int, text: Text | None) -> None:
+    def __init__(self, index: int, request: Request, max_seq_len: int, text: Tokenizer | None) -> None:
         self.index = index
         self.request = request
         self.finish_reason: str | None = None
@@ -102,7 +102,7 @@ class Round:
 
 
 class Slots:
-    """Jobs on their way through the slots of a session.
+    """Jobs on their way through the slots of a runner.
 
     `ahead` is how many rounds may be under way while the host looks at the one before them. All jobs share
     the code that their sampling settings need together, so that rounds do not change as slots do.
@@ -110,9 +110,9 @@ class Slots:
 
     def __init__(
         self,
-        session: Session,
-        state: State,
-        rounds: CapturedRounds,
+        runner: ModelRunner,
+        state: BatchState,
+        rounds: CudaGraphRunner,
         jobs: Sequence[Job],
         shape: TreeShape,
         *,
@@ -121,7 +121,7 @@ class Slots:
         chunk: int,
         ahead: int,
     ) -> None:
-        self._session = session
+        self._runner = runner
         self._state = state
         self._rounds = rounds
         self._shape = shape
@@ -130,17 +130,17 @@ class Slots:
         self._chunk = chunk
         self._ahead = ahead
         self._waiting = deque(jobs)
-        self._jobs: list[Job | None] = [None] * session.batch
+        self._jobs: list[Job | None] = [None] * runner.batch
         self._under_way: deque[Round] = deque()
-        self._handover = Handover(session.device, depth=ahead + 1)
+        self._handover = Handover(runner.device, depth=ahead + 1)
         self._mark = 0.0  # where the time of the oldest round under way begins
-        session.runs += 1
-        self._run = session.runs
-        with on_stream(session.device):
+        runner.runs += 1
+        self._run = runner.runs
+        with on_stream(runner.device):
             state.settings = replace(
                 state.settings, switches=switches([job.request.sampling for job in jobs])
             )
-            for slot in range(session.batch):  # an earlier run may have been left in the middle
+            for slot in range(runner.batch):  # an earlier run may have been left in the middle
                 state.retire(slot)
 
     @property
@@ -150,12 +150,12 @@ class Slots:
     def fill(self) -> None:
         """Gives free slots to waiting jobs, whose prompts go into the caches.
 
-        Raises EagleError if another run has begun in this session: the caches are no longer this one's.
+        Raises EagleError if another run has begun in this runner: the caches are no longer this one's.
         """
         self._check_last()
         if not self._waiting or all(self._jobs):
             return
-        wait(self._session.device)  # the time of a round under way is not a prompt's
+        wait(self._runner.device)  # the time of a round under way is not a prompt's
         for slot, occupant in enumerate(self._jobs):
             if occupant is None and self._waiting:
                 self._jobs[slot] = job = self._waiting.popleft()
@@ -164,7 +164,7 @@ class Slots:
                 job.prefill_seconds = time.perf_counter() - start
                 self._stats.prefill_seconds += job.prefill_seconds
                 self._mark += job.prefill_seconds  # not the time of the rounds under way
-        self._session.clock.reset()
+        self._runner.clock.reset()
 
     def launch(self) -> None:
         """Issues one round for all slots, unless those under way will finish every one of them."""
@@ -174,10 +174,10 @@ class Slots:
             return
         if not self._under_way:
             self._mark = time.perf_counter()
-        kv = kv_bucket(longest + self._shape.cache_rows, self._session.cache_rows)
+        kv = kv_bucket(longest + self._shape.cache_rows, self._runner.cache_rows)
         key = (self._shape, self._rule, self._state.settings.switches, kv, self._ahead)
-        self._rounds.run(key, partial(self._round, kv), capture=self._session.capturable)
-        with on_stream(self._session.device):
+        self._rounds.run(key, partial(self._round, kv), capture=self._runner.capturable)
+        with on_stream(self._runner.device):
             read = self._handover.send(self._state.report)
         self._under_way.append(Round(jobs, read))
         for job in filter(None, jobs):
@@ -192,8 +192,8 @@ class Slots:
             round_ = self._under_way.popleft()
             emitted = round_.read()
             now = time.perf_counter()
-            self._stats.time(now - self._mark, self._session.clock.seconds)
-            self._session.clock.reset()
+            self._stats.time(now - self._mark, self._runner.clock.seconds)
+            self._runner.clock.reset()
             self._mark = now
             for slot, (job, tokens) in enumerate(zip(round_.jobs, emitted, strict=True)):
                 if job is not None and job.finish_reason is None:  # it may have ended in the round before
@@ -204,24 +204,24 @@ class Slots:
         return any(job and job.wants_a_round for job in self._jobs)
 
     def _check_last(self) -> None:
-        if self._session.runs != self._run:
+        if self._runner.runs != self._run:
             raise EagleError(
                 "this run cannot go on: another one has begun in the same session",
                 hint="let a run end, or leave it for good, before the next one begins",
             )
 
     def _round(self, kv: int) -> None:
-        step(self._session, self._state, self._shape, kv=kv, rule=self._rule)
+        step(self._runner, self._state, self._shape, kv=kv, rule=self._rule)
         if self._ahead:  # the next round is issued before the host sees who is finished
             self._state.retire_full()
 
     def _admit(self, slot: int, job: Job) -> None:
         state, request = self._state, job.request
-        with on_stream(self._session.device):
+        with on_stream(self._runner.device):
             state.settings.put(slot, request.sampling)
             state.limit[slot] = job.limit
-            prefill(self._session, state, slot, request.prompt, chunk=self._chunk)
-        wait(self._session.device)
+            prefill(self._runner, state, slot, request.prompt, chunk=self._chunk)
+        wait(self._runner.device)
         self._stats.prompt_tokens += len(request.prompt)
 
     def _take(self, slot: int, job: Job, tokens: Sequence[int]) -> Piece:
@@ -230,7 +230,7 @@ class Slots:
         piece = job.take(tokens)
         self._stats.tokens += len(piece.tokens)
         if piece.finish_reason is not None:
-            with on_stream(self._session.device):
+            with on_stream(self._runner.device):
                 self._state.retire(slot)
             self._jobs[slot] = None
         return piece

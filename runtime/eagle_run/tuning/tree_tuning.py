@@ -20,7 +20,7 @@ from typing import Any
 from eagle_run.backends.environment import environment
 from eagle_run.backends.stream import on_stream
 from eagle_run.bundle.hashing import cache_dir, write_cache
-from eagle_run.decoding.sampling import SamplingSettings, stack
+from eagle_run.decoding.sampling import SamplingParams, stack
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.decoding.tree_spec import describe, parse_spec, spec_of
 from eagle_run.engine.opening import Decoded, Engine, one_torch_thread
@@ -52,7 +52,7 @@ class Choice:
 def auto_tree(
     engine: Engine,
     *,
-    sampling: SamplingSettings | None = None,
+    sampling: SamplingParams | None = None,
     rule: str = "topk",
     retune: bool = False,
     log: Callable[[str], None] = lambda _: None,
@@ -63,7 +63,7 @@ def auto_tree(
     """
     if engine.tree is None:
         return Choice(TreeShape.plain(), 1.0, "the bundle has no draft head")
-    sampling = sampling or SamplingSettings()
+    sampling = sampling or SamplingParams()
     key = _key(engine, sampling, rule)
     choice = None if retune else _recall(key)
     if choice is None:
@@ -74,7 +74,7 @@ def auto_tree(
     return choice
 
 
-def tune(engine: Engine, *, sampling: SamplingSettings, rule: str = "topk", seconds: float = 15.0) -> Choice:
+def tune(engine: Engine, *, sampling: SamplingParams, rule: str = "topk", seconds: float = 15.0) -> Choice:
     """Measures and picks. `seconds` is what it aims at; a slow model takes longer, in shorter runs."""
     start = time.perf_counter()
     requests = _requests(engine, sampling)
@@ -93,7 +93,7 @@ def tune(engine: Engine, *, sampling: SamplingSettings, rule: str = "topk", seco
     return Choice(tree, round(speedup, 4), f"{speedup:.2f}x plain decoding; {spent}")
 
 
-def _requests(engine: Engine, sampling: SamplingSettings) -> list[list[Request]]:
+def _requests(engine: Engine, sampling: SamplingParams) -> list[list[Request]]:
     """What is decoded while measuring: `batch` requests each, the built-in prompts in turn."""
     made = [engine.request(prompt, sampling=sampling) for prompt in _PROMPTS]
     room = engine.decoder.max_seq_len // 2  # what a prompt may take of a short context
@@ -106,14 +106,14 @@ def _entrants(engine: Engine, requests: list[list[Request]], rule: str, seconds:
 
     Empty when not one round of a tree could be measured.
     """
-    session = engine.decoder.session
-    room = session.cache_rows - engine.decoder.max_seq_len  # what a round may write behind any sequence
+    runner = engine.decoder.runner
+    room = runner.cache_rows - engine.decoder.max_seq_len  # what a round may write behind any sequence
     most = min(engine.bundle.manifest.limits.max_tree_nodes, room)
     if most < 2:
         return []
     capture = engine.decoder.rounds.enabled
     target, drafting = (
-        forward_seconds(session, graph, most, capture=capture) for graph in ("target", "draft")
+        forward_seconds(runner, graph, most, capture=capture) for graph in ("target", "draft")
     )
     wide = _wide_tree(target, most)
     paths, glue = _survey(engine, requests, wide, seconds / 4)
@@ -121,9 +121,9 @@ def _entrants(engine: Engine, requests: list[list[Request]], rule: str, seconds:
         return []
     short = [replace(request, max_new_tokens=8) for request in requests[0]]
     plain = engine.decode(short, TreeShape.plain())
-    plain_glue = median(time.glue if session.timed else 0.0 for time in plain.rounds)
+    plain_glue = median(time.glue if runner.timed else 0.0 for time in plain.rounds)
     per_level = max(median(glue) - plain_glue, 0) / len(wide.levels)
-    costs = Costs(target, drafting, (plain_glue, per_level), fuse_seconds(session, capture=capture))
+    costs = Costs(target, drafting, (plain_glue, per_level), fuse_seconds(runner, capture=capture))
     found = shortlist(costs, paths, seen=wide, max_nodes=most, keep=2)
     if rule == "topk":
         best = found[0]
@@ -155,11 +155,11 @@ def _survey(
     Both are empty when the caches have no room for a round. On a GPU rounds are captured when it counts, and
     what lies between their graphs is small: it is taken for nothing.
     """
-    session, limit = engine.decoder.session, time.perf_counter() + seconds
+    runner, limit = engine.decoder.runner, time.perf_counter() + seconds
     paths: list[tuple[int, ...]] = []
     glue: list[float] = []
     for number, group in enumerate(itertools.cycle(requests), start=1):
-        with on_stream(session.device):
+        with on_stream(runner.device):
             _survey_group(engine, group, shape, paths, glue)
         if time.perf_counter() > limit or (number == len(requests) and not glue):
             break
@@ -174,21 +174,21 @@ def _survey_group(
     glue: list[float],
 ) -> None:
     """A few rounds of one request a slot; adds to `paths` and `glue`."""
-    session = engine.decoder.session
-    state = session.new_state(shape.depth + 1, stack([r.sampling for r in group], session.device))
+    runner = engine.decoder.runner
+    state = runner.new_state(shape.depth + 1, stack([r.sampling for r in group], runner.device))
     for slot, request in enumerate(group):
-        prefill(session, state, slot, request.prompt, chunk=engine.decoder.chunk)
+        prefill(runner, state, slot, request.prompt, chunk=engine.decoder.chunk)
     for _ in range(12):
         longest = int(state.length.max())
         rows = longest + shape.cache_rows
-        if longest >= engine.decoder.max_seq_len or rows > session.cache_rows:
+        if longest >= engine.decoder.max_seq_len or rows > runner.cache_rows:
             break
-        session.clock.reset()
+        runner.clock.reset()
         start = time.perf_counter()
-        plan, _, path = observed_step(session, state, shape, kv=kv_bucket(rows, session.cache_rows))
+        plan, _, path = observed_step(runner, state, shape, kv=kv_bucket(rows, runner.cache_rows))
         ends = path.nodes[:, -1].tolist()
-        spent = time.perf_counter() - start - sum(session.clock.seconds.values())
-        glue.append(spent if session.timed else 0.0)
+        spent = time.perf_counter() - start - sum(runner.clock.seconds.values())
+        glue.append(spent if runner.timed else 0.0)
         paths += [rank_paths(table)[end] for table, end in zip(plan.parents.tolist(), ends, strict=True)]
 
 
@@ -227,7 +227,7 @@ def _rate(decoded: Decoded) -> float:
     return decoded.stats.tokens_per_round / seconds
 
 
-def _key(engine: Engine, sampling: SamplingSettings, rule: str) -> str:
+def _key(engine: Engine, sampling: SamplingParams, rule: str) -> str:
     """Everything that the choice may depend on, hashed."""
     manifest = engine.bundle.manifest
     facts = {

@@ -9,7 +9,7 @@ from support.ggufmaker import BLANKS_BEFORE_DIGITS, write_gguf
 
 from eagle_export.checkpoints import weights
 from eagle_run.errors import EagleError
-from eagle_run.tokenizer import Text
+from eagle_run.tokenizer import Tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def test_the_tokenizer_equals_transformers_but_for_digits(tmp_path: Path) -> Non
     path = write_gguf(tmp_path / "tiny.gguf")
     folder = weights.convert_gguf(path)
     slow = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
-    loaded, ours = AutoTokenizer.from_pretrained(folder), Text.load(folder)
+    loaded, ours = AutoTokenizer.from_pretrained(folder), Tokenizer.load(folder)
     assert loaded.special_tokens_map == slow.special_tokens_map
     assert ours.eos_token_ids == (slow.eos_token_id,) == (2,)
     assert ours.chat_template == loaded.chat_template == slow.chat_template == "{{ messages[0].content }}"
@@ -56,8 +56,8 @@ def test_the_tokenizer_equals_transformers_but_for_digits(tmp_path: Path) -> Non
     for text in ("hello  world\n\nö <end>a", "1", "a12 b"):
         assert ours.encode(text) == loaded(text).input_ids == slow(text).input_ids
         assert ours.decode(ours.encode(text)) == slow.decode(slow(text).input_ids, skip_special_tokens=True)
-    assert [ours.tokenizer.id_to_token(i) for i in ours.encode("a\n\n12")] == BLANKS_BEFORE_DIGITS
-    plain = Text.load(weights.convert_gguf(write_gguf(tmp_path / "plain.gguf", pre_tokenizer="gpt-2")))
+    assert [ours.backend_tokenizer.id_to_token(i) for i in ours.encode("a\n\n12")] == BLANKS_BEFORE_DIGITS
+    plain = Tokenizer.load(weights.convert_gguf(write_gguf(tmp_path / "plain.gguf", pre_tokenizer="gpt-2")))
     assert plain.encode("a\n\n12") == slow("a\n\n12").input_ids != ours.encode("a\n\n12")
 
 

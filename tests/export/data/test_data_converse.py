@@ -13,9 +13,9 @@ from eagle_export.data.conversation import Conversation, Record, around_turn, en
 from eagle_export.data.conversations import Prompt
 from eagle_export.data.generator import Generator
 from eagle_export.data.openings import Opening, Openings
-from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.engine.request import Request
-from eagle_run.tokenizer import Text
+from eagle_run.tokenizer import Tokenizer
 
 
 def greedy_answer(model: torch.nn.Module, prompt: list[int], most: int, stops: frozenset[int]) -> list[int]:
@@ -28,7 +28,7 @@ def greedy_answer(model: torch.nn.Module, prompt: list[int], most: int, stops: f
     return tokens
 
 
-def slow_greedy(target: Path, text: Text, prompt: Prompt, most: int, stops: frozenset[int]) -> Record:
+def slow_greedy(target: Path, text: Tokenizer, prompt: Prompt, most: int, stops: frozenset[int]) -> Record:
     """Every turn through the whole template anew, and marks set by counting."""
     model = modules_of(target).model
     messages: list[dict[str, str]] = []
@@ -189,7 +189,7 @@ def test_tokens_do_not_depend_on_the_batch(talking_target: Path) -> None:
 def test_requests_keep_their_order(generator: Generator) -> None:
     def request(prompt: str, temperature: float) -> Request:
         ids = generator.text.encode(prompt)
-        sampling = SamplingSettings(temperature=temperature, seed=5)
+        sampling = SamplingParams(temperature=temperature, seed=5)
         return Request(tuple(ids), sampling, max_new_tokens=5)
 
     requests = [request("x" * length, t) for length, t in ((9, 0.0), (3, 1.0), (5, 0.0), (1, 1.0), (2, 0.0))]

@@ -17,7 +17,7 @@ from eagle_export.data.openings import Openings
 from eagle_export.data.quality import until_loop
 from eagle_export.data.settings import DataSettings
 from eagle_export.data.variety import Excluded, Seen
-from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.engine.request import Request, Stats
 
@@ -65,7 +65,7 @@ def test_a_slot_whose_answer_ends_in_a_loop_takes_the_next(talking_target: Path)
     asked = [
         Request(
             tuple(generator.text.encode_chat([{"role": "user", "content": prompt.turns[0]}])),
-            SamplingSettings(),
+            SamplingParams(),
             max_new_tokens=NEW,
             until=until_loop,
         )

@@ -18,7 +18,7 @@ from eagle_run.bundle.manifest import Limits, TreeDefaults
 from eagle_run.bundle.tensors import GraphSpec, TensorSpec
 from eagle_run.decoding.tree import TreeShape, best_static
 from eagle_run.engine.decoder import Decoder
-from eagle_run.engine.model_runner import Session
+from eagle_run.engine.model_runner import ModelRunner
 from eagle_run.engine.request import Request
 from eagle_run.errors import UsageError
 from eagle_run.tuning.forward_time import forward_seconds, fuse_seconds
@@ -93,9 +93,11 @@ def record(precision: str, modules: Modules, trees: Sequence[TreeShape]) -> Shap
             extra_rows=ROWS - LIMITS.max_seq_len,
         )
         decoder.max_nodes = LIMITS.max_tree_nodes
-        decoder.session.min_rows = Session(decoder.session.graphs, batch=1, draft_to_target=torch.arange(60),
-                                           precision=precision).min_rows  # fmt: skip
-        graphs = decoder.session.graphs
+        like = ModelRunner(
+            decoder.runner.graphs, batch=1, draft_to_target=torch.arange(60), precision=precision
+        )
+        decoder.runner.min_rows = like.min_rows
+        graphs = decoder.runner.graphs
         graphs.update({name: Recorder(graph, seen[name]) for name, graph in graphs.items()})
         for shape in trees:
             _run(decoder, shape, "topk")
@@ -104,8 +106,8 @@ def record(precision: str, modules: Modules, trees: Sequence[TreeShape]) -> Shap
         if len(trees) == 1:
             continue
         for graph in ("target", "draft"):  # as `--tree auto` does
-            forward_seconds(decoder.session, graph, LIMITS.max_tree_nodes, capture=False)
-        fuse_seconds(decoder.session, capture=False)
+            forward_seconds(decoder.runner, graph, LIMITS.max_tree_nodes, capture=False)
+        fuse_seconds(decoder.runner, capture=False)
     return seen
 
 

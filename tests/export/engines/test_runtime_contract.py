@@ -126,7 +126,7 @@ def test_a_real_manifest_decodes(compiled: Bundle, world: World, tmp_path: Path)
     engine = open_engine(root)
     expected = open_engine(root, device="cpu", threads=1)
     assert (engine.backend, expected.backend) == ("tensorrt-rtx", "onnxruntime")
-    assert set(engine.decoder.session.graphs) == {"target", "fuse", "draft"}
+    assert set(engine.decoder.runner.graphs) == {"target", "fuse", "draft"}
     requests = [engine.request(text, max_new_tokens=16) for text in ("one two", "three")]
     for shape in (TreeShape.plain(), TreeShape.dynamic(3, 3, 8)):
         assert engine.decode(requests, shape).tokens == expected.decode(requests, shape).tokens

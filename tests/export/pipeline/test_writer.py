@@ -18,7 +18,7 @@ from eagle_export.place import check_links, check_place
 from eagle_run.bundle.loading import load_bundle
 from eagle_run.bundle.records import FileEntry
 from eagle_run.errors import EagleError, UsageError
-from eagle_run.tokenizer import Text
+from eagle_run.tokenizer import Tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def test_what_is_written_loads(tmp_path: Path, model: Path) -> None:
     assert table is not None
     assert table.tolist() == list(range(0, 3 * DRAFT_VOCAB, 3))
     assert max(table.tolist()) < VOCAB
-    text = Text.load(bundle.tokenizer_dir)
+    text = Tokenizer.load(bundle.tokenizer_dir)
     assert text.eos_token_ids == (256, 9)
     assert text.chat_template == "{{ messages }}"
     assert names(bundle.tokenizer_dir) == [
@@ -196,7 +196,7 @@ def test_a_slow_tokenizer_that_cannot_be_converted_comes_with_the_command(tmp_pa
 def test_a_tokenizer_that_changes_on_saving_is_refused(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Text, "encode", lambda self, text: [1, 2, 3])
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: [1, 2, 3])
     writer = BundleWriter(tmp_path / "b")
     with pytest.raises(EagleError, match=r"the saved tokenizer gives \[1, 2, 3\]"):
         writer.copy_tokenizer(model)

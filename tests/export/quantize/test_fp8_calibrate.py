@@ -81,14 +81,14 @@ def test_rows_that_carry_nothing_do_not_count(
     modules: Modules, scales: Scales, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind the pending pairs a prime has whatever was there before: here, something huge."""
-    new_state = sessions.Session.new_state
+    new_state = sessions.ModelRunner.new_state
 
-    def poisoned(self: sessions.Session, *args: object) -> sessions.State:
+    def poisoned(self: sessions.ModelRunner, *args: object) -> sessions.State:
         state = new_state(self, *args)  # type: ignore[arg-type]
         state.pending_features.fill_(1e6)
         return state
 
-    monkeypatch.setattr(sessions.Session, "new_state", poisoned)
+    monkeypatch.setattr(sessions.ModelRunner, "new_state", poisoned)
     again = calibrate(modules, PROMPTS, shape=TREE, tokens=8)
     assert again.inputs == scales.inputs
     assert again.peaks == scales.peaks

@@ -21,7 +21,7 @@ from eagle_run.bundle.records import AccuracyInfo
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.engine.request import Request
 from eagle_run.errors import EagleError
-from eagle_run.tokenizer import Text
+from eagle_run.tokenizer import Tokenizer
 
 TREE = TreeShape.dynamic(3, 3, 8)
 LIMITS = Limits(
@@ -147,11 +147,11 @@ def test_a_prompt_beyond_the_context_is_refused(modules: Modules) -> None:
 
 
 @pytest.fixture(scope="module")
-def text(tiny_target: Path) -> Text:
-    return Text.load(tiny_target)
+def text(tiny_target: Path) -> Tokenizer:
+    return Tokenizer.load(tiny_target)
 
 
-def test_our_own_prompts_are_those_that_fit(text: Text) -> None:
+def test_our_own_prompts_are_those_that_fit(text: Tokenizer) -> None:
     everything = choose_requests(text, (EOS,), max_seq_len=1000)
     assert len(everything) >= 20
     some = choose_requests(text, (EOS,), max_seq_len=60, max_new_tokens=5)
@@ -166,7 +166,7 @@ def test_our_own_prompts_are_those_that_fit(text: Text) -> None:
     assert "--prompts" in caught.value.hint
 
 
-def test_prompts_of_a_file_are_all_taken(text: Text, tmp_path: Path) -> None:
+def test_prompts_of_a_file_are_all_taken(text: Tokenizer, tmp_path: Path) -> None:
     file = tmp_path / "questions.jsonl"
     said = ["Hello you", "Count to 7", "x" * 500]
     file.write_text("\n".join(json.dumps({"turns": [turn, "later"]}) for turn in said))

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_run.backends.tensorrt import TensorRTGraph, load_engines
 from eagle_run.bundle.loading import Bundle, load_bundle
-from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.decoding.tree import TreeShape
-from eagle_run.engine.cuda_graphs import CapturedRounds
+from eagle_run.engine.cuda_graphs import CudaGraphRunner
 from eagle_run.engine.decoder import Decoder
 from eagle_run.engine.opening import Engine, open_engine
 from eagle_run.errors import EagleError
@@ -35,7 +35,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(engine: Engine, shape: TreeShape, temperature: float = 0.0) -> list[list[int]]:
-    sampling = SamplingSettings(temperature=temperature, seed=3)
+    sampling = SamplingParams(temperature=temperature, seed=3)
     requests = [engine.request(text, sampling=sampling, max_new_tokens=12) for text in PROMPTS]
     return engine.decode(requests, shape).tokens
 
@@ -57,7 +57,7 @@ def test_tokens_are_those_of_onnx_runtime(
 
 
 class Replaying:
-    """A recorder for CapturedRounds: a replay does the work, in a world where nothing may change."""
+    """A recorder for CudaGraphRunner: a replay does the work, in a world where nothing may change."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -83,9 +83,9 @@ def test_rounds_can_be_captured(engines: Path, world: World) -> None:
     """From its second time on a round only enqueues: no shape, address, profile or memory is set."""
     engine = open_engine(engines)
     limits = engine.bundle.manifest.limits
-    rounds = CapturedRounds("cpu", recorder=Replaying(world))
+    rounds = CudaGraphRunner("cpu", recorder=Replaying(world))
     decoder = Decoder(
-        engine.decoder.session, max_seq_len=limits.max_seq_len, chunk=limits.prefill_chunk, rounds=rounds
+        engine.decoder.runner, max_seq_len=limits.max_seq_len, chunk=limits.prefill_chunk, rounds=rounds
     )
     requests = [engine.request(text, max_new_tokens=30) for text in PROMPTS]
     for shape in SHAPES:

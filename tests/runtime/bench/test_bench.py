@@ -12,7 +12,7 @@ import torch
 from eagle_run.bench.result import merge
 from eagle_run.bench.runner import bench
 from eagle_run.datasets import Question, read_prompts, read_questions
-from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.decoding.tree import TreeShape, best_static
 from eagle_run.engine.mismatch import find_mismatch, next_logits
 from eagle_run.engine.opening import Engine, open_engine
@@ -109,7 +109,7 @@ def test_batches_give_the_same_counts(tiny_bundle: Path, engine: Engine) -> None
 
 
 def test_sampled_drafts_are_not_compared_token_by_token(engine: Engine) -> None:
-    sampling = SamplingSettings(temperature=1.0, seed=1)
+    sampling = SamplingParams(temperature=1.0, seed=1)
     result = bench(engine, QUESTIONS[1:], best_static(2, 2, 5), sampling, rule="sampled", max_new_tokens=12)
     assert result.identical_outputs is None
     assert result.report()["mismatches"] == []
@@ -162,7 +162,7 @@ def test_nothing_to_measure(engine: Engine) -> None:
 @pytest.mark.parametrize("length", [1, 7, 33])
 def test_next_logits_are_those_of_decoding(engine: Engine, length: int) -> None:
     prompt = engine.request("a prompt of more than one chunk, yes", raw=True).prompt[:length]
-    logits = next_logits(engine.decoder.session, prompt, chunk=engine.decoder.chunk)
+    logits = next_logits(engine.decoder.runner, prompt, chunk=engine.decoder.chunk)
     request = engine.request("x", max_new_tokens=1)
     from dataclasses import replace
 
@@ -170,28 +170,28 @@ def test_next_logits_are_those_of_decoding(engine: Engine, length: int) -> None:
     assert int(logits.argmax()) == token
 
 
-def _compare(engine: Engine, tokens: list[int], sampling: SamplingSettings, changed: dict[int, int]) -> Any:
+def _compare(engine: Engine, tokens: list[int], sampling: SamplingParams, changed: dict[int, int]) -> Any:
     request = engine.request("hello there", sampling=sampling)
     other = [changed.get(place, token) for place, token in enumerate(tokens)]
-    return find_mismatch(engine.decoder.session, request, tokens, other, chunk=engine.decoder.chunk)
+    return find_mismatch(engine.decoder.runner, request, tokens, other, chunk=engine.decoder.chunk)
 
 
 def test_gap_at_temperature_zero_is_the_missing_logit(engine: Engine) -> None:
     request = engine.request("hello there", max_new_tokens=6)
     tokens = engine.decode([request], TreeShape.plain()).tokens[0]
-    logits = next_logits(engine.decoder.session, [*request.prompt, *tokens[:4]], chunk=16)
+    logits = next_logits(engine.decoder.runner, [*request.prompt, *tokens[:4]], chunk=16)
     second = int(logits.topk(2).indices[1])
-    found = _compare(engine, tokens, SamplingSettings(), {4: second, 5: 0})
+    found = _compare(engine, tokens, SamplingParams(), {4: second, 5: 0})
     assert (found.position, found.plain, found.speculative) == (4, tokens[4], second)
     assert found.gap == pytest.approx(float(logits.max() - logits[second]), rel=1e-5)
-    assert _compare(engine, tokens, SamplingSettings(), {}) is None
+    assert _compare(engine, tokens, SamplingParams(), {}) is None
 
 
 def test_gap_above_zero_is_how_far_the_coin_lies_outside(engine: Engine) -> None:
-    sampling = SamplingSettings(temperature=0.8, top_k=20, seed=11)
+    sampling = SamplingParams(temperature=0.8, top_k=20, seed=11)
     request = engine.request("hello there", sampling=sampling, max_new_tokens=6)
     tokens = engine.decode([request], TreeShape.plain()).tokens[0]
-    logits = next_logits(engine.decoder.session, [*request.prompt, *tokens[:3]], chunk=16)
+    logits = next_logits(engine.decoder.runner, [*request.prompt, *tokens[:3]], chunk=16)
     kept = logits.topk(20).indices
     p = torch.zeros_like(logits).double()
     p[kept] = torch.softmax(logits[kept].double() / 0.8, -1)
@@ -205,7 +205,7 @@ def test_gap_above_zero_is_how_far_the_coin_lies_outside(engine: Engine) -> None
 
 def test_an_answer_that_ends_early_has_no_gap(engine: Engine) -> None:
     request = engine.request("hello there")
-    found = find_mismatch(engine.decoder.session, request, [5, 6], [5], chunk=16)
+    found = find_mismatch(engine.decoder.runner, request, [5, 6], [5], chunk=16)
     assert found is not None
     assert (found.position, found.plain, found.speculative, found.gap, found.tie) == (1, 6, None, None, False)
 

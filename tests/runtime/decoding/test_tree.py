@@ -12,8 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from eagle_run.decoding.drafting import Grow, TreePlan, TreeTables, choose_frontier, expand, rerank, start
-from eagle_run.decoding.sampling import SamplingSettings, sample_children, stack
+from eagle_run.decoding.drafting import (
+    TreeBuilder,
+    TreePlan,
+    TreeTables,
+    choose_frontier,
+    expand,
+    rerank,
+    start,
+)
+from eagle_run.decoding.sampling import SamplingParams, sample_children, stack
 from eagle_run.decoding.tree import TreeShape, best_static, parse_tree
 from eagle_run.errors import UsageError
 
@@ -92,7 +100,11 @@ def grow_tree(drafts: list[LogQ], shape: TreeShape, to_target: torch.Tensor | No
 
 
 def check_frontier(
-    grow: Grow, offset: int, rows: list[list[Path]], seen: list[list[Path]], to_target: torch.Tensor | None
+    grow: TreeBuilder,
+    offset: int,
+    rows: list[list[Path]],
+    seen: list[list[Path]],
+    to_target: torch.Tensor | None,
 ) -> list[list[Path]]:
     """Checks ids, hidden rows and mask of a frontier; returns the paths of its rows."""
     frontier = grow.frontier
@@ -222,7 +234,7 @@ def test_sampled_rows_belong_to_their_nodes(parents: tuple[int, ...], seed: int)
     table = (
         torch.randn(VOCAB + 9, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
     )  # token -> logits
-    s = stack([SamplingSettings(0.7, seed=seed), SamplingSettings()])
+    s = stack([SamplingParams(0.7, seed=seed), SamplingParams()])
     to_target = torch.arange(VOCAB) + 4
     position = torch.tensor([50, 60])
     grow = start(TreeTables.build(shape), torch.tensor([1, 2]), to_target)

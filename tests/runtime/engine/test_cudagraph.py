@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.opgraph import OpRecorder
 
-from eagle_run.engine.cuda_graphs import CapturedRounds
+from eagle_run.engine.cuda_graphs import CudaGraphRunner
 from eagle_run.errors import EagleError
 
 
@@ -21,7 +21,7 @@ def adding(total: torch.Tensor, value: float) -> Callable[[], None]:
 
 def test_first_run_then_captured_then_replayed() -> None:
     recorder, total = OpRecorder(), torch.zeros(())
-    rounds = CapturedRounds("cpu", recorder=recorder)
+    rounds = CudaGraphRunner("cpu", recorder=recorder)
     called = []
 
     def add() -> None:
@@ -39,7 +39,7 @@ def test_first_run_then_captured_then_replayed() -> None:
 
 def test_keys_have_their_own_graphs() -> None:
     total = torch.zeros(())
-    rounds = CapturedRounds("cpu", recorder=OpRecorder())
+    rounds = CudaGraphRunner("cpu", recorder=OpRecorder())
     for _ in range(3):
         rounds.run("one", adding(total, 1))
         rounds.run("ten", adding(total, 10))
@@ -50,7 +50,7 @@ def test_keys_have_their_own_graphs() -> None:
 
 def test_the_one_not_used_for_longest_makes_room() -> None:
     recorder, total = OpRecorder(), torch.zeros(())
-    rounds = CapturedRounds("cpu", recorder=recorder, most=2)
+    rounds = CudaGraphRunner("cpu", recorder=recorder, most=2)
 
     def run(key: str) -> None:
         rounds.run(key, adding(total, 1))
@@ -66,10 +66,10 @@ def test_the_one_not_used_for_longest_makes_room() -> None:
 
 def test_without_a_gpu_functions_are_called() -> None:
     called = []
-    for rounds in (CapturedRounds("cpu"), CapturedRounds("cuda", enabled=False)):
+    for rounds in (CudaGraphRunner("cpu"), CudaGraphRunner("cuda", enabled=False)):
         if rounds.enabled:
             pytest.fail("nothing to capture with")
-    rounds = CapturedRounds("cpu")
+    rounds = CudaGraphRunner("cpu")
     for _ in range(3):
         rounds.run("key", lambda: called.append(1))
     assert len(called) == 3
@@ -78,7 +78,7 @@ def test_without_a_gpu_functions_are_called() -> None:
 
 def test_clear_begins_anew() -> None:
     recorder, total = OpRecorder(), torch.zeros(())
-    rounds = CapturedRounds("cpu", recorder=recorder)
+    rounds = CudaGraphRunner("cpu", recorder=recorder)
     for _ in range(3):
         rounds.run("key", adding(total, 1))
     rounds.clear()
@@ -96,7 +96,7 @@ def test_what_cannot_be_captured_is_an_error_that_says_so() -> None:
     def read() -> None:
         total.sum().item()
 
-    rounds = CapturedRounds("cpu", recorder=OpRecorder())
+    rounds = CudaGraphRunner("cpu", recorder=OpRecorder())
     rounds.run("read", read)
     with pytest.raises(EagleError, match="cannot be captured") as caught:
         rounds.run("read", read)

@@ -13,7 +13,7 @@ from support.tinybundle import END, make_bundle
 
 import eagle_run.engine.opening
 from eagle_run.cli.generate import Printer
-from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.engine.opening import Engine, open_engine
 from eagle_run.engine.request import Piece
@@ -33,7 +33,7 @@ def test_opens_with_the_bundles_own_tree(engine: Engine) -> None:
 def test_without_draft_there_is_no_tree(tiny_bundle: Path) -> None:
     engine = open_engine(tiny_bundle, threads=1, with_draft=False)
     assert engine.tree is None
-    assert not engine.decoder.session.has_draft
+    assert not engine.decoder.runner.has_draft
     with pytest.raises(UsageError, match="no draft head"):
         engine.decode([engine.request("hello")], TreeShape.chain(2))
 
@@ -71,7 +71,7 @@ def test_decode_joins_pieces_and_times_every_round(engine: Engine) -> None:
 def test_a_batch_gives_each_prompt_what_it_gives_alone(tiny_bundle: Path, engine: Engine) -> None:
     together = open_engine(tiny_bundle, threads=1, batch=3)
     texts = ("a", "a much longer prompt than the others", "third one", "the last, in a group of its own")
-    sampling = SamplingSettings(temperature=0.9, seed=5)
+    sampling = SamplingParams(temperature=0.9, seed=5)
     shape = TreeShape.dynamic(2, 3, 6)
     requests = [engine.request(text, sampling=sampling, max_new_tokens=20) for text in texts]
     decoded = together.decode(requests, shape)

@@ -57,7 +57,7 @@ def test_what_runs_is_what_is_reported(root: Path, world: World) -> None:
     add_engines(root, "tensorrt", precision="fp8")
     engine = open_engine(root)
     assert (engine.backend, engine.precision, engine.device) == ("tensorrt", "fp8", "cpu")
-    assert engine.decoder.session.min_rows == 2
+    assert engine.decoder.runner.min_rows == 2
     engine = open_engine(root, device="cpu", threads=1)
     assert (engine.backend, engine.precision, engine.device) == ("onnxruntime", "fp32", "cpu")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_run.engine.model_runner import Forward, Session
+from eagle_run.engine.model_runner import Forward, ModelRunner
 from eagle_run.engine.opening import open_engine
 from eagle_run.engine.prefill import fill
 
@@ -16,16 +16,16 @@ KV = 32
 
 
 @pytest.fixture(scope="module")
-def session(built_bundle: Path) -> Session:
-    """A session that takes its graphs for FP8 ones; the padding does not ask what is in them."""
-    graphs = open_engine(built_bundle).decoder.session.graphs
-    return Session(graphs, batch=1, draft_to_target=torch.arange(60), precision="fp8")
+def runner(built_bundle: Path) -> ModelRunner:
+    """A runner that takes its graphs for FP8 ones; the padding does not ask what is in them."""
+    graphs = open_engine(built_bundle).decoder.runner.graphs
+    return ModelRunner(graphs, batch=1, draft_to_target=torch.arange(60), precision="fp8")
 
 
-def forward(session: Session, tokens: Tensor) -> Forward:
+def forward(runner: ModelRunner, tokens: Tensor) -> Forward:
     """The target over tokens i64 [T] at the start of the cache, causally."""
     rows = len(tokens)
-    there = session.target(rows, rows, KV)
+    there = runner.target(rows, rows, KV)
     step = torch.arange(rows)
     fill(
         there.inputs,
@@ -39,30 +39,30 @@ def forward(session: Session, tokens: Tensor) -> Forward:
     return there
 
 
-def test_one_row_is_shown_and_two_are_run(session: Session) -> None:
-    lone = session.target(1, 1, KV)
+def test_one_row_is_shown_and_two_are_run(runner: ModelRunner) -> None:
+    lone = runner.target(1, 1, KV)
     assert lone.inputs["input_ids"].shape == (1, 1)
     assert lone.inputs["tree_mask"].shape == (1, 1, 1, KV)
     assert lone.outputs["logits"].shape[:2] == (1, 1)
     assert lone.outputs["features"].shape[:2] == (1, 1)
-    assert lone.inputs["input_ids"].data_ptr() == session.target(2, 2, KV).inputs["input_ids"].data_ptr()
-    assert session.draft(1, 1, KV).inputs["input_ids"].shape == (1, 1)  # the draft only proposes
-    assert len({id(f) for f in (lone, session.target(1, 1, KV))}) == 1
+    assert lone.inputs["input_ids"].data_ptr() == runner.target(2, 2, KV).inputs["input_ids"].data_ptr()
+    assert runner.draft(1, 1, KV).inputs["input_ids"].shape == (1, 1)  # the draft only proposes
+    assert len({id(f) for f in (lone, runner.target(1, 1, KV))}) == 1
 
 
-def test_a_lone_row_equals_the_first_of_many(session: Session) -> None:
+def test_a_lone_row_equals_the_first_of_many(runner: ModelRunner) -> None:
     tokens = torch.tensor([5, 9, 11, 7])
-    alone = forward(session, tokens[:1])
+    alone = forward(runner, tokens[:1])
     logits, features = alone.outputs["logits"].clone(), alone.outputs["features"].clone()
     assert torch.isfinite(logits).all()
-    many = forward(session, tokens)
+    many = forward(runner, tokens)
     assert torch.equal(logits[0, 0], many.outputs["logits"][0, 0])
     assert torch.equal(features[0, 0], many.outputs["features"][0, 0])
-    again = forward(session, tokens[:1])  # after forwards that share its buffers
+    again = forward(runner, tokens[:1])  # after forwards that share its buffers
     assert torch.equal(again.outputs["logits"], logits)
 
 
 def test_other_precisions_run_one_row_as_one(built_bundle: Path) -> None:
-    session = open_engine(built_bundle).decoder.session
-    assert session.min_rows == 1
-    assert session.target(1, 1, KV).inputs["input_ids"].untyped_storage().nbytes() == 8
+    runner = open_engine(built_bundle).decoder.runner
+    assert runner.min_rows == 1
+    assert runner.target(1, 1, KV).inputs["input_ids"].untyped_storage().nbytes() == 8

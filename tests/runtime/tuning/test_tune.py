@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.tinybundle import make_bundle
 
-from eagle_run.decoding.sampling import SamplingSettings
+from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.decoding.tree import TreeShape, best_static
 from eagle_run.engine.decoder import Decoder
 from eagle_run.engine.opening import Engine, open_engine
@@ -61,8 +61,8 @@ def test_the_fuse_graph_is_charged_once_a_round() -> None:
 
 
 def test_the_fuse_graph_is_timed_where_there_is_one(tiny_bundle: Path, built_bundle: Path) -> None:
-    assert fuse_seconds(open_engine(tiny_bundle, threads=1).decoder.session, capture=False) == {}
-    found = fuse_seconds(open_engine(built_bundle, threads=1).decoder.session, capture=False)
+    assert fuse_seconds(open_engine(tiny_bundle, threads=1).decoder.runner, capture=False) == {}
+    found = fuse_seconds(open_engine(built_bundle, threads=1).decoder.runner, capture=False)
     assert set(found) == {2, 4, 8}
     assert min(found.values()) > 0
 
@@ -156,7 +156,7 @@ def engine(tiny_bundle: Path) -> Engine:
 def test_tuning_runs_and_does_not_disturb_decoding(engine: Engine, rule: str) -> None:
     request = engine.request("hello", max_new_tokens=12)
     before = engine.decode([request], CHAIN).tokens
-    choice = tune(engine, sampling=SamplingSettings(temperature=0.5, seed=2), rule=rule, seconds=0.2)
+    choice = tune(engine, sampling=SamplingParams(temperature=0.5, seed=2), rule=rule, seconds=0.2)
     assert choice.reason
     assert choice.tree == PLAIN or choice.speedup >= 1.02
     assert engine.decode([request], CHAIN).tokens == before
@@ -169,7 +169,7 @@ def test_flat_costs_give_entrants_of_the_largest_size(
     flat = {"target": FLAT.target, "draft": FLAT.draft}
     monkeypatch.setattr(tune_module, "forward_seconds", lambda _session, graph, _most, **_: flat[graph])
     monkeypatch.setattr(tune_module, "_survey", lambda *_: (taken, [0.0]))
-    requests = tune_module._requests(engine, SamplingSettings())
+    requests = tune_module._requests(engine, SamplingParams())
     entrants = tune_module._entrants(engine, requests, "topk", 0.1)
     assert entrants[0].nodes == 64
     assert {TreeShape.dynamic(3, 4, 37), engine.tree} <= set(entrants)  # 37: all its candidates
@@ -177,7 +177,7 @@ def test_flat_costs_give_entrants_of_the_largest_size(
 
 def short(engine: Engine, max_seq_len: int) -> Engine:
     """The same engine with another context."""
-    return replace(engine, decoder=Decoder(engine.decoder.session, max_seq_len=max_seq_len, chunk=16))
+    return replace(engine, decoder=Decoder(engine.decoder.runner, max_seq_len=max_seq_len, chunk=16))
 
 
 def test_a_context_shorter_than_the_wide_tree_is_measured(
@@ -186,21 +186,21 @@ def test_a_context_shorter_than_the_wide_tree_is_measured(
     monkeypatch.setattr(tune_module, "_PROMPTS", ("hi",))
     monkeypatch.setattr(tune_module, "_wide_tree", lambda *_: WIDE)
     small = short(engine, 48)
-    ((request,),) = tune_module._requests(small, SamplingSettings())
+    ((request,),) = tune_module._requests(small, SamplingParams())
     assert len(request.prompt) + WIDE.cache_rows > 48
-    choice = tune(small, sampling=SamplingSettings(), seconds=0.2)
+    choice = tune(small, sampling=SamplingParams(), seconds=0.2)
     assert "measured in" in choice.reason
 
 
 def test_where_nothing_can_be_measured_plain_decoding_is_taken(engine: Engine) -> None:
-    full = short(engine, engine.decoder.session.cache_rows)
-    choice = tune(full, sampling=SamplingSettings(), seconds=0.2)
+    full = short(engine, engine.decoder.runner.cache_rows)
+    choice = tune(full, sampling=SamplingParams(), seconds=0.2)
     assert (choice.tree, choice.speedup) == (PLAIN, 1.0)
     assert "no room" in choice.reason
 
 
 def test_a_survey_without_a_round_ends_at_once(engine: Engine) -> None:
-    requests = tune_module._requests(engine, SamplingSettings())
+    requests = tune_module._requests(engine, SamplingParams())
     start = time.perf_counter()
     assert tune_module._survey(engine, requests, TreeShape.dynamic(9, 9, 400), 60) == ([], [])
     assert time.perf_counter() - start < 30
@@ -210,21 +210,21 @@ def test_the_choice_is_remembered_per_way_of_sampling(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    measured: list[SamplingSettings] = []
+    measured: list[SamplingParams] = []
 
-    def pretend(engine: Engine, *, sampling: SamplingSettings, rule: str) -> tune_module.Choice:
+    def pretend(engine: Engine, *, sampling: SamplingParams, rule: str) -> tune_module.Choice:
         measured.append(sampling)
         return tune_module.Choice(TreeShape.static((-1, 0, 0, 1)), 1.5, "because")
 
     monkeypatch.setattr(tune_module, "tune", pretend)
     lines: list[str] = []
     first = auto_tree(engine, log=lines.append)
-    again = auto_tree(engine, sampling=SamplingSettings(seed=9), log=lines.append)
+    again = auto_tree(engine, sampling=SamplingParams(seed=9), log=lines.append)
     assert again.tree == first.tree == TreeShape.static((-1, 0, 0, 1))
     assert len(measured) == 1
     assert "static:0,0,1" in lines[-1]
     assert "because" in lines[-1]
-    auto_tree(engine, sampling=SamplingSettings(temperature=1.0))
+    auto_tree(engine, sampling=SamplingParams(temperature=1.0))
     auto_tree(engine, retune=True)
     assert len(measured) == 3
     known = json.loads((tmp_path / "eagle-run" / "trees.json").read_text())
