@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class EagleError(Exception):
     """An error that a user can act on.
 
-    `message` says what was expected and what was found; `hint` says what to do. `exit_code` is 2 for a
-    wrong command line and 1 for everything else. Command lines print it without a traceback.
+    `message` says what was expected and what was found; `hint` says what to do. Both are in the words of the
+    Python API: `parameters` names the arguments that could be changed ("max_batch"), and a command line adds
+    what it calls them (`--max-batch`). `exit_code` is 2 for wrong arguments and 1 for everything else.
+    Command lines print it without a traceback.
     """
 
-    def __init__(self, message: str, *, hint: str = "", exit_code: int = 1) -> None:
+    def __init__(
+        self, message: str, *, hint: str = "", parameters: Sequence[str] = (), exit_code: int = 1
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.parameters = tuple(parameters)
         self.exit_code = exit_code
 
     def __str__(self) -> str:
@@ -23,8 +30,8 @@ class EagleError(Exception):
 class UsageError(EagleError):
     """An option or argument that makes no sense (exit code 2)."""
 
-    def __init__(self, message: str, *, hint: str = "") -> None:
-        super().__init__(message, hint=hint, exit_code=2)
+    def __init__(self, message: str, *, hint: str = "", parameters: Sequence[str] = ()) -> None:
+        super().__init__(message, hint=hint, parameters=parameters, exit_code=2)
 
 
 def first_line(error: BaseException) -> str:

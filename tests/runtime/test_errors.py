@@ -169,3 +169,22 @@ def test_with_json_an_error_is_a_document_too(
     for arguments, wanted in ((["--json"], False), ([], True)):
         assert run_cli(work, "tool", arguments, interrupted="stopped", json_errors=wanted) == code
         assert capfd.readouterr().out == ""
+
+
+@click.group()
+def bakery() -> None: ...
+
+
+@bakery.command()
+@click.option("--rolls", "-r", "count", type=int)
+def bake(count: int) -> None:
+    raise UsageError(f"{count} rolls are too many", hint="ask for fewer", parameters=["count", "max_batch"])
+
+
+def test_a_command_line_adds_what_it_calls_a_parameter(capsys: pytest.CaptureFixture[str]) -> None:
+    """The library speaks of parameters; only the command line has options."""
+    assert run_cli(bakery, "bakery", ["bake", "-r", "9"]) == 2
+    assert (
+        capsys.readouterr().err == "error: 9 rolls are too many\nhint: ask for fewer (--rolls, --max-batch)\n"
+    )
+    assert "--" not in str(UsageError("too many", hint="fewer", parameters=["count"]))

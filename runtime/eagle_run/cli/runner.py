@@ -11,7 +11,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import click
@@ -58,7 +59,7 @@ def run_cli(
     except Exception as error:
         if "--debug" in arguments:
             traceback.print_exc()
-        shown = _show(error)
+        shown = _show(error, partial(_options, group, arguments))
         return _document(as_json, shown.exit_code, shown.message, shown.hint)
 
 
@@ -91,15 +92,25 @@ def _no_interrupt_lost() -> Iterator[None]:
         sys.unraisablehook = before
 
 
-def _show(error: Exception) -> EagleError:
-    """Prints an error the way every error looks: what it is, then what to do."""
+def _show(error: Exception, options: Callable[[Sequence[str]], str]) -> EagleError:
+    """Prints an error the way every error looks: what it is, then what to do, in this command's options."""
     if isinstance(error, OSError):
         error = _of_system(error)
     if not isinstance(error, EagleError):
         message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         error = EagleError(message, hint="run again with --debug, and report this")
+    if names := options(error.parameters):
+        error.hint = f"{error.hint} ({names})" if error.hint else f"see {names}"
     click.echo(f"error: {error}", err=True)
     return error
+
+
+def _options(group: click.Command, arguments: Sequence[str], parameters: Sequence[str]) -> str:
+    """What the command that ran calls these parameters: "--max-batch, --batch"."""
+    commands = getattr(group, "commands", {})
+    command = next((commands[word] for word in arguments if word in commands), group)
+    known = {option.name: max(option.opts, key=len) for option in command.params if option.opts}
+    return ", ".join(known.get(name, f"--{name.replace('_', '-')}") for name in parameters)
 
 
 def _of_system(error: OSError) -> EagleError:
