@@ -156,13 +156,13 @@ def data(target: str, out: Path, as_json: bool, threads: int, **options: Any) ->
       eagle-export data llama3.1-8b --prompts sharegpt.jsonl --device cuda --batch 256 --out data/llama
       eagle-export data smollm2-135m --prompts mine.jsonl --self-play 900 --exclude gsm8k.jsonl --out data/mix
     """
-    from eagle_export.data.generator import Place
+    from eagle_export.data.generator import GeneratorOptions
     from eagle_export.data.run import make_data
     from eagle_export.data.settings import DataSettings, parse_temperatures
     from eagle_export.progress import Report
 
     device, precision, batch = (options.pop(name) for name in ("device", "precision", "batch"))
-    place = Place(device, precision or "", batch, threads)
+    place = GeneratorOptions(device, precision or "", batch, threads)
     options["temperatures"] = parse_temperatures(options.pop("temperature"))
     options["self_play"] = options["self_play"] or 0
     settings = DataSettings(**options)

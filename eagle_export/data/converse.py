@@ -15,7 +15,7 @@ from eagle_export.data.conversation import Conversation, Record
 from eagle_export.data.conversations import Prompt
 from eagle_export.data.generator import Generator, Reply
 from eagle_export.data.openings import Openings
-from eagle_export.data.quality import is_empty, until_loop, without_loop
+from eagle_export.data.quality import is_empty, loop_criterion, without_loop
 from eagle_export.data.settings import (
     ANSWER,
     PROMPTS,
@@ -27,8 +27,8 @@ from eagle_export.data.settings import (
 )
 from eagle_export.data.variety import Excluded, Seen
 from eagle_export.data.writing import write_turns
-from eagle_run.decoding.sampling import SamplingParams
-from eagle_run.engine.request import Request
+from eagle_run.engine.offline import OfflineRequest
+from eagle_run.params import SamplingParams
 
 _LEAST_ROOM = 8  # tokens that an answer must have room for
 
@@ -116,16 +116,17 @@ class Host:
     def _answer(self, talks: Sequence[Conversation], harvest: Harvest) -> list[Conversation]:
         """Lets the target answer; gives the conversations that go on."""
         requests = [
-            Request(
-                prompt=tuple(talk.tokens),
-                sampling=SamplingParams(
+            OfflineRequest(
+                tuple(talk.tokens),
+                SamplingParams(
                     temperature=talk.temperature,
                     top_k=self.settings.top_k,
                     seed=mixed(talk.seed, ANSWER, talk.turn),
+                    max_tokens=self.settings.max_new_tokens,
+                    stop_token_ids=sorted(self.generator.stop_token_ids),
+                    detokenize=False,
                 ),
-                max_new_tokens=self.settings.max_new_tokens,
-                stop_tokens=self.generator.stop_tokens,
-                until=None if self.settings.loops == "keep" else until_loop,
+                None if self.settings.loops == "keep" else loop_criterion,
             )
             for talk in talks
         ]
@@ -147,6 +148,6 @@ class Host:
                 harvest.dropped[reason] += 1
             return False
         harvest.cut += looped
-        talk.answer(self.generator.text, kept, self.generator.stop_tokens)
+        talk.answer(self.generator.text, kept, self.generator.stop_token_ids)
         more = bool(talk.given) or talk.turn < talk.written_turns
         return more and not looped and reply.finish_reason == "stop"

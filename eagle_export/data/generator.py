@@ -9,7 +9,6 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 from eagle_export.checkpoints.weights import read_config
 from eagle_export.device import device_named, multiplies_bf16
 from eagle_export.reference import recipe as recipes
-from eagle_run.decoding.tree import TreeShape
-from eagle_run.engine.decoder import Decoder
+from eagle_run.decoding.config import PLAIN
+from eagle_run.engine.engine import Engine
 from eagle_run.engine.model_runner import ModelRunner
-from eagle_run.engine.opening import one_torch_thread
-from eagle_run.engine.request import Request, Stats
+from eagle_run.engine.offline import OfflineRequest, run_offline
+from eagle_run.engine.validation import EngineLimits
 from eagle_run.errors import EagleError, UsageError
+from eagle_run.outputs import RequestOutput
 from eagle_run.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _ROW_STEP = 64
 
 
 @dataclass(frozen=True)
-class Place:
+class GeneratorOptions:
     """Where and how the target runs. precision: of source weights, "" for the best of the device."""
 
     device: str = "auto"
@@ -54,18 +54,18 @@ class Reply:
 class Generator:
     """A target that answers. `target` and `tokenizer` are its identities, as data.json has them."""
 
-    decoder: Decoder
+    engine: Engine
     text: Tokenizer
-    stop_tokens: frozenset[int]
+    stop_token_ids: frozenset[int]
     target: dict[str, Any]
     tokenizer: dict[str, Any]
     backend: str
 
     @property
     def max_seq_len(self) -> int:
-        return self.decoder.max_seq_len
+        return self.engine.limits.max_seq_len
 
-    def run(self, requests: Sequence[Request], on_tokens: Callable[[int], None]) -> list[Reply]:
+    def run(self, requests: Sequence[OfflineRequest], on_tokens: Callable[[int], None]) -> list[Reply]:
         """All replies, in the order of the requests; `on_tokens` is told how many tokens came.
 
         Greedy requests go first, by themselves: where no slot of a batch samples, a step needs no
@@ -73,44 +73,39 @@ class Generator:
         width that is attended to is that of the longest. None of that changes a reply.
         """
         replies = [Reply() for _ in requests]
-        # Tokenizer is made only where its end depends on it.
-        self.decoder.text = self.text if any(request.stop_strings for request in requests) else None
-        # A second pool of threads would only be in the way of ONNX Runtime's.
-        alone = one_torch_thread() if self.backend.startswith("onnxruntime") else nullcontext()
-        with alone:
-            self._run(requests, replies, on_tokens)
+        for greedy in (True, False):
+            chosen = [i for i, each in enumerate(requests) if (each.params.temperature == 0) == greedy]
+            chosen.sort(key=lambda i: len(requests[i].prompt_token_ids))
+
+            def take(number: int, output: RequestOutput, order: list[int] = chosen) -> None:
+                reply, completion = replies[order[number]], output.outputs[0]
+                on_tokens(len(completion.token_ids) - len(reply.tokens))
+                reply.tokens, reply.finish_reason = list(completion.token_ids), completion.finish_reason
+
+            run_offline(self.engine, [requests[i] for i in chosen], PLAIN, on_output=take)
         return replies
 
-    def _run(
-        self, requests: Sequence[Request], replies: list[Reply], on_tokens: Callable[[int], None]
-    ) -> None:
-        for greedy in (True, False):
-            chosen = [i for i, r in enumerate(requests) if (r.sampling.temperature == 0) == greedy]
-            chosen.sort(key=lambda i: len(requests[i].prompt))
-            group = [requests[i] for i in chosen]
-            for piece in self.decoder.generate(group, TreeShape.plain(), stats=Stats()) if group else ():
-                reply = replies[chosen[piece.index]]
-                reply.tokens += piece.tokens
-                reply.finish_reason = piece.finish_reason
-                on_tokens(len(piece.tokens))
 
-
-def open_generator(target: str, place: Place, max_seq_len: int, log: Callable[[str], None]) -> Generator:
+def open_generator(
+    target: str, options: GeneratorOptions, max_seq_len: int, log: Callable[[str], None]
+) -> Generator:
     """`target` is what `build` takes, or the folder of a bundle. `max_seq_len` tokens a conversation.
 
     `log` is told what the user should know. Raises UsageError for a name that means nothing and EagleError
     for what cannot be loaded or is too long.
     """
     if (Path(target) / "manifest.json").is_file():
-        return _of_bundle(target, place, max_seq_len, log)
-    return _of_source(target, place, max_seq_len)
+        return _of_bundle(target, options, max_seq_len, log)
+    return _of_source(target, options, max_seq_len)
 
 
-def _of_bundle(path: str, place: Place, max_seq_len: int, log: Callable[[str], None]) -> Generator:
+def _of_bundle(
+    path: str, options: GeneratorOptions, max_seq_len: int, log: Callable[[str], None]
+) -> Generator:
     from eagle_run.bundle.loading import load_bundle
-    from eagle_run.engine.graph_loading import open_graphs
+    from eagle_run.engine.graph_loading import load_graphs
 
-    if place.precision:
+    if options.precision:
         raise UsageError("a bundle has its precision", hint="leave out --precision")
     bundle = load_bundle(path)
     limits = bundle.manifest.limits
@@ -119,22 +114,27 @@ def _of_bundle(path: str, place: Place, max_seq_len: int, log: Callable[[str], N
             f"--max-seq-len {max_seq_len} passes the {limits.max_seq_len} tokens of this bundle",
             hint=f"give --max-seq-len {limits.max_seq_len} or less",
         )
-    opened = open_graphs(bundle, device=place.device, threads=place.threads, with_draft=False, log=log)
-    if opened.backend != "onnxruntime" and place.batch > limits.max_batch:
+    loaded = load_graphs(bundle, device=options.device, threads=options.threads, with_draft=False, log=log)
+    if loaded.backend != "onnxruntime" and options.batch > limits.max_batch:
         raise UsageError(
-            f"--batch {place.batch} passes the {limits.max_batch} that the engines were compiled for",
+            f"--batch {options.batch} passes the {limits.max_batch} that the engines were compiled for",
             hint="give a smaller --batch, or the model's folder or recipe in place of the bundle",
         )
-    runner = ModelRunner(opened.graphs, batch=place.batch, device=opened.device, precision=opened.precision)
+    runner = ModelRunner(loaded.graphs, batch=options.batch, device=loaded.device, precision=loaded.precision)
     text = Tokenizer.load(bundle.tokenizer_dir)
     bundle.check_unchanged()
     return Generator(
-        decoder=Decoder(runner, max_seq_len=max_seq_len, chunk=limits.prefill_chunk),
+        engine=Engine(  # a second pool of threads would only be in the way of ONNX Runtime's
+            runner,
+            EngineLimits(max_seq_len, limits.prefill_chunk),
+            tokenizer=text,
+            single_thread=loaded.backend == "onnxruntime",
+        ),
         text=text,
-        stop_tokens=frozenset(bundle.manifest.stop_token_ids),
+        stop_token_ids=frozenset(bundle.manifest.stop_token_ids),
         target=_bundle_target(bundle),
         tokenizer=identity(text),
-        backend=f"{opened.backend} {opened.precision} on {opened.device}",
+        backend=f"{loaded.backend} {loaded.precision} on {loaded.device}",
     )
 
 
@@ -148,27 +148,27 @@ def _bundle_target(bundle: Bundle) -> dict[str, Any]:
     }
 
 
-def _of_source(target: str, place: Place, max_seq_len: int) -> Generator:
+def _of_source(target: str, options: GeneratorOptions, max_seq_len: int) -> Generator:
     from eagle_export.reference.modules import DTYPES, eager_graphs, load_config, load_modules
     from eagle_run.backends.stream import on_stream
 
-    device = device_named(place.device)
+    device = device_named(options.device)
     found = recipes.resolve_target(target)
     config = load_config(found, max_seq_len)
-    precision = place.precision or ("bf16" if multiplies_bf16(device) else "fp32")
+    precision = options.precision or ("bf16" if multiplies_bf16(device) else "fp32")
     modules = load_modules(found, None, DTYPES[precision])
     modules.target.to(device)
     chunk = min(_CHUNK, max_seq_len)
     rows = -(-(max_seq_len + chunk) // _ROW_STEP) * _ROW_STEP
     with on_stream(device):
         runner = ModelRunner(
-            eager_graphs(modules, rows), batch=place.batch, device=str(device), precision=precision
+            eager_graphs(modules, rows), batch=options.batch, device=str(device), precision=precision
         )
     text = load_text(found.folder)
     return Generator(
-        decoder=Decoder(runner, max_seq_len=max_seq_len, chunk=chunk),
+        engine=Engine(runner, EngineLimits(max_seq_len, chunk), tokenizer=text),
         text=text,
-        stop_tokens=_stop_tokens(text, found.folder, config.vocab_size),
+        stop_token_ids=_stop_token_ids(text, found.folder, config.vocab_size),
         target={
             "name": found.name,
             "source": found.source,
@@ -197,7 +197,7 @@ def load_text(folder: Path) -> Tokenizer:
         ) from error
 
 
-def _stop_tokens(text: Tokenizer, folder: Path, vocab_size: int) -> frozenset[int]:
+def _stop_token_ids(text: Tokenizer, folder: Path, vocab_size: int) -> frozenset[int]:
     """As a build finds them: the generation config's or tokenizer's, else those of config.json."""
     ids = list(text.eos_token_ids)
     if not ids:

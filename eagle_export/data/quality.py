@@ -45,8 +45,8 @@ class LoopWatch:
         return self.loop is not None and int(begins.min()) >= self.loop[0]
 
 
-def until_loop() -> Callable[[int], bool]:
-    """For `Request.until`: ends an answer as soon as `without_loop` would give the same whatever followed."""
+def loop_criterion() -> Callable[[int], bool]:
+    """A stopping criterion: it ends an answer once `without_loop` gives the same whatever follows."""
     return LoopWatch().settles
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from eagle_export.data.conversations import Prompt, read_conversations
 from eagle_export.data.converse import Host
-from eagle_export.data.generator import Generator, Place, open_generator
+from eagle_export.data.generator import Generator, GeneratorOptions, open_generator
 from eagle_export.data.openings import read_openings
 from eagle_export.data.settings import DataSettings
 from eagle_export.data.shards import (
@@ -54,7 +54,9 @@ class Pace:
         return f", {timedelta(seconds=round(seconds))} left" if self.done < self.parts else ""
 
 
-def make_data(target: str, settings: DataSettings, place: Place, out: Path, report: Report) -> dict[str, Any]:
+def make_data(
+    target: str, settings: DataSettings, place: GeneratorOptions, out: Path, report: Report
+) -> dict[str, Any]:
     """Makes or goes on with the data in the folder `out`; gives what data.json then holds.
 
     Shards that are there already are kept when they were made with the same settings and target, and the new
@@ -67,7 +69,7 @@ def make_data(target: str, settings: DataSettings, place: Place, out: Path, repo
 
 
 def _make_data(
-    target: str, settings: DataSettings, place: Place, out: Path, report: Report
+    target: str, settings: DataSettings, place: GeneratorOptions, out: Path, report: Report
 ) -> dict[str, Any]:
     record = settings.record()
     openings = read_openings(settings.openings)

@@ -8,8 +8,8 @@ from eagle_export.data.conversation import Conversation, end_of_turn
 from eagle_export.data.generator import Generator, Reply
 from eagle_export.data.openings import Opening, Openings
 from eagle_export.data.settings import OPENING, WRITE, DataSettings, mixed
-from eagle_run.decoding.sampling import SamplingParams
-from eagle_run.engine.request import Request
+from eagle_run.engine.offline import OfflineRequest
+from eagle_run.params import SamplingParams
 
 LONGEST_TURN = 192  # tokens; longer ones have lost their thread
 _LEAST_LETTERS = 2
@@ -43,27 +43,31 @@ def write_turns(
             room = min(room, settings.max_prompt_tokens - len(prompt))
         if not opening.whole and room > 0:
             places.append(place)
-            sampling = SamplingParams(
+            params = SamplingParams(
                 temperature=settings.prompt_temperature,
                 top_k=settings.top_k,
                 seed=mixed(talk.seed, WRITE, talk.turn),
+                max_tokens=room,
+                stop=strings,
+                stop_token_ids=sorted(tokens),
+                detokenize=bool(strings),  # text is made only where its end depends on it
             )
-            requests.append(Request(tuple(prompt), sampling, room, tokens, strings))
+            requests.append(OfflineRequest(tuple(prompt), params))
     replies = generator.run(requests, on_tokens)
     for place, request, reply in zip(places, requests, replies, strict=True):
         said[place] = _written(generator, request, reply, drawn[place].text)
     return said
 
 
-def _written(generator: Generator, request: Request, reply: Reply, opening: str) -> str | None:
+def _written(generator: Generator, request: OfflineRequest, reply: Reply, opening: str) -> str | None:
     if reply.finish_reason != "stop":
         return None
-    new = [token for token in reply.tokens if token not in request.stop_tokens]
+    new = [token for token in reply.tokens if token not in (request.params.stop_token_ids or ())]
     # Decoded with what is before, since some decoders drop a blank at the beginning.
-    before = generator.text.decode(request.prompt, skip_special_tokens=False)
-    whole = generator.text.decode([*request.prompt, *new], skip_special_tokens=False)
+    before = generator.text.decode(request.prompt_token_ids, skip_special_tokens=False)
+    whole = generator.text.decode([*request.prompt_token_ids, *new], skip_special_tokens=False)
     words = whole[len(before) :]
-    for string in request.stop_strings:
+    for string in request.params.stop or ():
         words = words.partition(string)[0]
     said = (opening + words).strip()
     sound = "\ufffd" not in said and sum(letter.isalnum() for letter in said) >= _LEAST_LETTERS

@@ -231,7 +231,7 @@ def measure_accuracy(plan: Plan, folder: Path, report: Report) -> AccuracyInfo |
         stop_tokens(plan, folder),
         max_seq_len=plan.limits.max_seq_len,
         limit=_MEASURED[0],
-        max_new_tokens=_MEASURED[1],
+        max_tokens=_MEASURED[1],
     )
     shape = None if plan.tree is None else plan.tree.shape()
     return measure(graphs, reference, requests, report, limits=plan.limits, tree=shape, backend=backend)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -23,13 +22,16 @@ from eagle_run.backends.base import Graph
 from eagle_run.bundle.manifest import Limits
 from eagle_run.bundle.records import AccuracyInfo
 from eagle_run.datasets import read_questions
+from eagle_run.decoding.config import PLAIN, SpeculativeConfig
 from eagle_run.decoding.tree import TreeShape
-from eagle_run.engine.decoder import Decoder
+from eagle_run.engine.engine import Engine
 from eagle_run.engine.model_runner import ModelRunner
-from eagle_run.engine.opening import one_torch_thread
+from eagle_run.engine.offline import OfflineRequest, run_offline
 from eagle_run.engine.prefill import fill, kv_bucket
-from eagle_run.engine.request import Request, Stats
+from eagle_run.engine.validation import EngineLimits
 from eagle_run.errors import EagleError
+from eagle_run.metrics import Metrics, total_metrics
+from eagle_run.params import SamplingParams
 
 if TYPE_CHECKING:
     from eagle_run.tokenizer import Tokenizer
@@ -54,36 +56,34 @@ class _Sums:
 
 
 def choose_requests(
-    text: Tokenizer,
-    stop_tokens: Sequence[int],
+    tokenizer: Tokenizer,
+    stop_token_ids: Sequence[int],
     *,
     max_seq_len: int,
     questions: Path | None = None,
     limit: int | None = None,
-    max_new_tokens: int = ANSWER_TOKENS,
-) -> list[Request]:
+    max_tokens: int = ANSWER_TOKENS,
+) -> list[OfflineRequest]:
     """Prompts to measure on: the first turns of a file of questions, or our own; greedy.
 
     `limit` takes the first ones; the chat template is applied where there is one. Of our own prompts those
     that the context has no room for are left out. Raises EagleError for an unreadable file, and when nothing
     is left.
     """
-    requests = [
-        Request(
-            prompt=tuple(text.encode_prompt(said, raw=text.chat_template is None)),
-            max_new_tokens=max_new_tokens,
-            stop_tokens=frozenset(stop_tokens),
-        )
-        for said in _texts(questions, limit)
-    ]
+    params = SamplingParams(
+        temperature=0, max_tokens=max_tokens, stop_token_ids=stop_token_ids, detokenize=False
+    )
+    raw = tokenizer.chat_template is None
+    prompts = [tuple(tokenizer.encode_prompt(text, raw=raw)) for text in _texts(questions, limit)]
     if questions is None:
-        requests = [request for request in requests if len(request.prompt) < max_seq_len]
-    if not requests:
+        prompts = [prompt for prompt in prompts if len(prompt) < max_seq_len]
+    if not prompts:
         raise EagleError(
             f"the bundle's context of {max_seq_len} tokens is too short for the built-in prompts",
-            hint="give shorter ones with --prompts",
+            hint="give shorter ones",
+            parameters=["prompts"],
         )
-    return requests
+    return [OfflineRequest(prompt, params) for prompt in prompts]
 
 
 def _texts(questions: Path | None, limit: int | None) -> Sequence[str]:
@@ -114,7 +114,7 @@ def runnable_graphs(
 def measure(
     graphs: Mapping[str, Graph],
     reference: Modules,
-    requests: Sequence[Request],
+    requests: Sequence[OfflineRequest],
     report: Report,
     *,
     limits: Limits,
@@ -131,36 +131,39 @@ def measure(
     Memory: the caches of four sequences of either side, and the logits of 64 rows. Raises EagleError for
     prompts that do not fit the limits.
     """
-    shape = TreeShape.plain() if tree is None else tree
+    speculative = PLAIN if tree is None else SpeculativeConfig(tree)
     chunk, batch = min(_ROWS, limits.prefill_chunk), min(_BATCH, limits.max_batch, len(requests))
-    longest = max(min(len(r.prompt) + r.max_new_tokens, limits.max_seq_len) for r in requests)
-    wide = eager_graphs(reference, longest + max(chunk, shape.cache_rows))
-    answers: list[list[int]] = []
-    expected, found = Stats(), Stats()
+    lengths = [len(each.prompt_token_ids) + (each.params.max_tokens or 0) for each in requests]
+    longest = max(min(length, limits.max_seq_len) for length in lengths)
+    wide = eager_graphs(reference, longest + max(chunk, speculative.tree.cache_rows))
+    answers: list[tuple[int, ...]] = []
+    expected: list[Metrics] = []
+    actual: list[Metrics] = []
     groups = [requests[i : i + batch] for i in range(0, len(requests), batch)]
 
-    def decoder(side: Mapping[str, Graph]) -> Decoder:
+    def engine_of(side: Mapping[str, Graph], *, single_thread: bool = False) -> Engine:
         runner = ModelRunner(side, batch=batch, draft_to_target=reference.draft_to_target)
-        return Decoder(runner, max_seq_len=longest, chunk=chunk)
+        return Engine(runner, EngineLimits(longest, chunk), single_thread=single_thread)
 
-    decode = decoder(wide)
+    engine = engine_of(wide)
     for group in report.track(groups, "answer in float32"):
-        answers += _answers(decode, group, shape, expected)
+        run = run_offline(engine, group, speculative)
+        answers += run.token_ids
+        expected.append(run.metrics)
     if tree is not None:
-        decode = decoder(graphs)
-        with one_torch_thread() if backend == "onnxruntime" else nullcontext():
-            for group in report.track(groups, "answer in the bundle's precision"):
-                _answers(decode, group, shape, found)
-    del decode  # and its caches
+        engine = engine_of(graphs, single_thread=backend == "onnxruntime")
+        for group in report.track(groups, "answer in the bundle's precision"):
+            actual.append(run_offline(engine, group, speculative).metrics)
+    del engine  # and its caches
 
     sums = _Sums()
-    sessions = [ModelRunner({"target": side["target"]}, batch=1) for side in (graphs, wide)]
+    runners = [ModelRunner({"target": side["target"]}, batch=1) for side in (graphs, wide)]
     pairs = list(zip(requests, answers, _own_text(requests), strict=True))
     for request, answer, own in report.track(pairs, "compare with float32"):
-        tokens = torch.tensor([*request.prompt, *answer])
+        tokens = torch.tensor([*request.prompt_token_ids, *answer])
         place = torch.arange(len(tokens))
-        counted = (place >= own.start) & (place < own.stop) | (place >= len(request.prompt))
-        _compare(sessions, tokens, counted, chunk, sums)
+        counted = (place >= own.start) & (place < own.stop) | (place >= len(request.prompt_token_ids))
+        _compare(runners, tokens, counted, chunk, sums)
     return AccuracyInfo(
         backend=backend,
         prompts=len(requests),
@@ -169,24 +172,17 @@ def measure(
         kl=max(sums.kl / sums.tokens, 0.0),
         perplexity=math.exp(sums.nll / sums.tokens),
         reference_perplexity=math.exp(sums.reference_nll / sums.tokens),
-        tokens_per_round=None if tree is None else found.tokens_per_round,
-        reference_tokens_per_round=None if tree is None else expected.tokens_per_round,
+        tokens_per_round=None if tree is None else total_metrics(actual).tokens_per_round,
+        reference_tokens_per_round=None if tree is None else total_metrics(expected).tokens_per_round,
     )
 
 
-def _answers(decoder: Decoder, group: Sequence[Request], shape: TreeShape, stats: Stats) -> list[list[int]]:
-    answers: list[list[int]] = [[] for _ in group]
-    for piece in decoder.generate(group, shape, stats=stats):
-        answers[piece.index] += piece.tokens
-    return answers
-
-
-def _own_text(requests: Sequence[Request]) -> list[range]:
+def _own_text(requests: Sequence[OfflineRequest]) -> list[range]:
     """Where each prompt's own text is: between what all prompts begin and what all end with.
 
     A single prompt is its own text altogether. The first token of all is predicted by none.
     """
-    prompts = [request.prompt for request in requests]
+    prompts = [request.prompt_token_ids for request in requests]
     shortest = min(len(prompt) for prompt in prompts)
     head = tail = 0
     if len(prompts) > 1:
@@ -198,13 +194,13 @@ def _own_text(requests: Sequence[Request]) -> list[range]:
 
 
 def _compare(
-    sessions: Sequence[ModelRunner], tokens: Tensor, counted: Tensor, chunk: int, sums: _Sums
+    runners: Sequence[ModelRunner], tokens: Tensor, counted: Tensor, chunk: int, sums: _Sums
 ) -> None:
     """Teacher-forces tokens i64 [n] through both targets, `chunk` rows at a time; counted bool [n]."""
     for start in range(0, len(tokens) - 1, chunk):
         after = tokens[start + 1 : start + chunk + 1]
         rows = counted[start + 1 : start + chunk + 1].nonzero()[:, 0]
-        logits = [_forward(runner, tokens, start, chunk) for runner in sessions]  # [chunk, V] each
+        logits = [_forward(runner, tokens, start, chunk) for runner in runners]  # [chunk, V] each
         for some in rows.split(_SLICE):
             found, wanted = (side[some].double().log_softmax(-1) for side in logits)
             _add(found, wanted, after[some], sums)

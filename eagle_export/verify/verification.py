@@ -30,14 +30,16 @@ from eagle_export.verify.sources import (
     wide_graphs,
     widen_modules,
 )
-from eagle_run.bench.result import merge
+from eagle_run.bench.mismatch import TIE, TIES, Mismatch, find_mismatch
 from eagle_run.bundle.loading import Bundle, load_bundle
-from eagle_run.decoding.sampling import SamplingParams
+from eagle_run.decoding.config import PLAIN, SpeculativeConfig
 from eagle_run.decoding.tree import TreeShape
-from eagle_run.engine.mismatch import TIE, TIES, find_mismatch
+from eagle_run.engine.engine import Engine
+from eagle_run.engine.loading import assemble_engine, load_engine
 from eagle_run.engine.model_runner import ModelRunner
-from eagle_run.engine.opening import Engine, assemble, open_engine
-from eagle_run.engine.request import Request, Stats
+from eagle_run.engine.offline import OfflineRequest, run_offline
+from eagle_run.metrics import Metrics, total_metrics
+from eagle_run.params import SamplingParams
 from eagle_run.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -102,14 +104,14 @@ def verify_bundle(
     with report.step("open the bundle"):
         bundle = load_bundle(path)
         precision = onnx_precision(bundle)
-        text, limits = Tokenizer.load(bundle.tokenizer_dir), bundle.manifest.limits
+        tokenizer, limits = Tokenizer.load(bundle.tokenizer_dir), bundle.manifest.limits
     requests = choose_requests(
-        text,
+        tokenizer,
         bundle.manifest.stop_token_ids,
         max_seq_len=limits.max_seq_len,
         questions=prompts,
         limit=limit,
-        max_new_tokens=max_new_tokens,
+        max_tokens=max_new_tokens,
     )
 
     own = prompts is None and limit is None
@@ -131,22 +133,25 @@ def verify_bundle(
         acceptance: dict[str, Any] | None = None
         readings: list[Measured] = []
         exact = modules if precision == "fp32" else source("fp32")
-        if engine.tree is not None:
+        if engine.default_tree is not None:
             checks += _check_tokens(answers, precision)
-            acceptance = profile(engine.tree, answers)
+            acceptance = profile(engine.default_tree, answers)
             checks.append(check_acceptance(acceptance))
             with report.step("read the head in other ways"):
-                said = [(answer.request.prompt, answer.plain) for answer in answers]
-                more = measured[len(decoded) :]
-                said += [
-                    (request.prompt, engine.decode([request], engine.tree).tokens[0]) for request in more
+                answered = [(answer.request.prompt_token_ids, answer.plain) for answer in answers]
+                speculative = SpeculativeConfig(engine.default_tree)
+                answered += [
+                    (request.prompt_token_ids, _tokens(engine, request, speculative))
+                    for request in measured[len(decoded) :]
                 ]
-                check, readings = check_head(exact, said)
+                check, readings = check_head(exact, answered)
             checks.append(check)
         if precision != "fp32":
             how: Backend = "eager" if precision == "bf16" else "onnxruntime"
-            graphs = engine.decoder.runner.graphs
-            info = measure(graphs, exact, measured, report, limits=limits, tree=engine.tree, backend=how)
+            graphs = engine.runner.graphs
+            info = measure(
+                graphs, exact, measured, report, limits=limits, tree=engine.default_tree, backend=how
+            )
             checks += check_accuracy(info, precision)
     return Verification(str(path), precision, tuple(checks), acceptance, tuple(readings))
 
@@ -157,14 +162,14 @@ def _open(bundle: Bundle, modules: Modules, folder: Path, threads: int) -> Engin
     Then FP8 graphs are run with float32 in its place, and others by `modules`.
     """
     if base_precision(bundle) != "bf16":
-        return open_engine(bundle.path, device="cpu", threads=threads)
+        return load_engine(bundle.path, device="cpu", threads=threads)
     graphs = eager_graphs(modules, bundle.manifest.limits.cache_rows)
     if onnx_precision(bundle) == "fp8":
         graphs = wide_graphs(bundle, folder, fp8_rows=True, threads=threads)
     runner = ModelRunner(
         graphs, batch=1, draft_to_target=modules.draft_to_target, precision=onnx_precision(bundle)
     )
-    return assemble(bundle, runner, backend="eager", threads=threads)
+    return assemble_engine(bundle, runner, backend="eager", threads=threads)
 
 
 def check_graphs(
@@ -175,9 +180,9 @@ def check_graphs(
     All graphs are compared in float32 (see sources.py); `source` loads the weights for that, and
     `folder` takes the graphs.
     """
-    bundle, rows = engine.bundle, engine.decoder.runner.cache_rows
+    bundle, rows = engine.bundle, engine.runner.cache_rows
     base, precision = base_precision(bundle), onnx_precision(bundle)
-    graphs, detail = engine.decoder.runner.graphs, "largest difference from the source weights"
+    graphs, detail = engine.runner.graphs, "largest difference from the source weights"
     with ExitStack() as stack:
         limit = LIMITS["fp32"]
         if precision != "fp32":
@@ -187,7 +192,7 @@ def check_graphs(
         differences = compare(graphs, eager_graphs(modules, rows))
     found = [(f"{difference.graph}: {difference.tensor}", difference.value) for difference in differences]
     checks = [Check(name, "ok" if v <= limit else "fail", detail, v, limit) for name, v in found]
-    limit, moved = LIMITS[base], row_dependence(engine.decoder.runner.graphs["target"])
+    limit, moved = LIMITS[base], row_dependence(engine.runner.graphs["target"])
     detail = "most that a row's logits move with the rows beside it"
     checks.append(Check("target: rows", "ok" if moved <= limit else "fail", detail, moved, limit))
     return checks
@@ -196,30 +201,40 @@ def check_graphs(
 class _Answers:
     """What the bundle answers to one request, decoded in every way that must agree."""
 
-    def __init__(self, engine: Engine, request: Request) -> None:
+    def __init__(self, engine: Engine, request: OfflineRequest) -> None:
         self.request = request
-        self.stats = Stats()  # of the tree at temperature 0
-        self.plain = engine.decode([request], TreeShape.plain()).tokens[0]
-        self.faults: list[tuple[str, Any]] = []
-        if engine.tree is None:
+        self.metrics = Metrics()  # of the tree at temperature 0
+        self.plain = _tokens(engine, request, PLAIN)
+        self.faults: list[tuple[str, Mismatch]] = []
+        tree = engine.default_tree
+        if tree is None:
             return
-        sampled = replace(request, sampling=SAMPLED)
-        plain_sampled = engine.decode([sampled], TreeShape.plain()).tokens[0]
-        chain = TreeShape.chain(max(engine.tree.depth, 2))
-        decoded = engine.decode([request], engine.tree)
-        self.stats = decoded.stats
-        self._compare(engine, "tree", request, self.plain, decoded.tokens[0])
-        self._compare(engine, "chain", request, self.plain, engine.decode([request], chain).tokens[0])
-        tree_sampled = engine.decode([sampled], engine.tree).tokens[0]
-        self._compare(engine, "sampled", sampled, plain_sampled, tree_sampled)
+        run = run_offline(engine, [request], SpeculativeConfig(tree))
+        self.metrics = run.metrics
+        self._compare(engine, "tree", request, self.plain, run.token_ids[0])
+        chain = SpeculativeConfig(TreeShape.chain(max(tree.depth, 2)))
+        self._compare(engine, "chain", request, self.plain, _tokens(engine, request, chain))
+        seeded = replace(SAMPLED, max_tokens=request.params.max_tokens)
+        seeded = replace(seeded, stop_token_ids=request.params.stop_token_ids, detokenize=False)
+        sampled = replace(request, params=seeded)
+        plain, other = (_tokens(engine, sampled, each) for each in (PLAIN, SpeculativeConfig(tree)))
+        self._compare(engine, "sampled", sampled, plain, other)
 
     def _compare(
-        self, engine: Engine, name: str, request: Request, plain: list[int], other: list[int]
+        self,
+        engine: Engine,
+        name: str,
+        request: OfflineRequest,
+        plain: Sequence[int],
+        other: Sequence[int],
     ) -> None:
-        chunk = engine.decoder.chunk
-        fault = find_mismatch(engine.decoder.runner, request, plain, other, chunk=chunk)
+        fault = find_mismatch(engine, request, plain, other)
         if fault is not None:
             self.faults.append((name, fault))
+
+
+def _tokens(engine: Engine, request: OfflineRequest, speculative: SpeculativeConfig) -> tuple[int, ...]:
+    return run_offline(engine, [request], speculative).token_ids[0]
 
 
 def _check_tokens(answers: Sequence[_Answers], precision: str) -> list[Check]:
@@ -252,7 +267,7 @@ def _check_transformers(modules: Modules, answers: Sequence[_Answers], precision
     """
     worst, ties, tokens = 0.0, 0, 0
     for answer in answers:
-        prompt = answer.request.prompt
+        prompt = answer.request.prompt_token_ids
         ids = torch.tensor([[*prompt, *answer.plain]])
         with torch.inference_mode():
             logits = modules.model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()  # [answer, V]
@@ -274,7 +289,7 @@ def profile(tree: TreeShape, answers: Sequence[_Answers]) -> dict[str, Any]:
     `chance` is the share of the answers' tokens that are among their top_k most common: what a head would
     have accepted at depth 1 that always proposes these.
     """
-    total = merge([answer.stats for answer in answers])
+    total = total_metrics(answer.metrics for answer in answers)
     counts = Counter(token for answer in answers for token in answer.plain)
     common = sum(count for _, count in counts.most_common(tree.top_k))
     return {

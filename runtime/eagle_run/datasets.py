@@ -87,6 +87,14 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
         yield number, value
 
 
+def is_file(path: str) -> bool:
+    """Whether there is such a file; a name that no file can have is none."""
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):  # too long, or with a NUL
+        return False
+
+
 def read_text(path: str | Path) -> str:
     """A whole UTF-8 file; EagleError when it is missing or something else."""
     try:

@@ -34,6 +34,15 @@ class UsageError(EagleError):
         super().__init__(message, hint=hint, parameters=parameters, exit_code=2)
 
 
+def as_eagle_error(error: BaseException) -> EagleError:
+    """The error itself, or one that names a foreign error and keeps it as its cause."""
+    if isinstance(error, EagleError):
+        return error
+    known = EagleError(f"{type(error).__name__}: {first_line(error)}")
+    known.__cause__ = error
+    return known
+
+
 def first_line(error: BaseException) -> str:
     """What a foreign error says, in one line; its type where it says nothing."""
     text = str(error).strip()

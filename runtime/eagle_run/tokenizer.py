@@ -201,6 +201,7 @@ class StopStrings:
             raise UsageError("a stop string is empty", hint="give at least one character")
         self.stops = tuple(stops)
         self.stopped = False
+        self.reached: str | None = None
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
@@ -209,10 +210,11 @@ class StopStrings:
             return "", True
         text = self._held + text
         # The stop string that is complete first wins, so that the cut does not depend on how text arrives.
-        found = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
         if found:
             self.stopped, self._held = True, ""
-            return text[: min(found)[1]], True
+            _, at, self.reached = min(found)
+            return text[:at], True
         size = max((_overlap(text, stop) for stop in self.stops), default=0)
         self._held = text[len(text) - size :]
         return text[: len(text) - size], False

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from eagle_export.data.conversations import Prompt
 from eagle_export.data.converse import Harvest, Host
-from eagle_export.data.generator import Generator, Place, Reply, open_generator
+from eagle_export.data.generator import Generator, GeneratorOptions, Reply, open_generator
 from eagle_export.data.openings import Openings, Section
 from eagle_export.data.settings import DataSettings
 from eagle_export.data.variety import Excluded, Seen
@@ -39,7 +39,7 @@ def shard_bytes(folder: Path) -> dict[str, bytes]:
 
 
 def generator_of(target: Path, batch: int = 4) -> Generator:
-    return open_generator(str(target), Place("cpu", "fp32", batch), MAX_SEQ_LEN, lambda _: None)
+    return open_generator(str(target), GeneratorOptions("cpu", "fp32", batch), MAX_SEQ_LEN, lambda _: None)
 
 
 def host_of(generator: Generator, *, excluded: tuple[str, ...] = (), **options: object) -> Host:

@@ -110,11 +110,15 @@ def _answer(
     stop: frozenset[int],
     recorder: Recorder | None,
 ) -> list[int]:
-    from eagle_run.decoding.sampling import SamplingParams, stack
+    from eagle_run.decoding.config import SpeculativeConfig
+    from eagle_run.decoding.sampling import stack
     from eagle_run.engine.prefill import kv_bucket, prefill
-    from eagle_run.engine.round import step
+    from eagle_run.engine.round import run_round
+    from eagle_run.params import SamplingParams
 
-    state = runner.new_state(shape.depth + 1, stack([SamplingParams()], runner.device))
+    speculative = SpeculativeConfig(shape)
+    greedy = stack([SamplingParams(temperature=0)], runner.device)
+    state = runner.new_state(speculative.path_rows, greedy)
     if recorder is not None:
         recorder.state = None
     prefill(runner, state, 0, prompt, chunk=max(1, len(prompt) - 1))
@@ -123,7 +127,7 @@ def _answer(
     answer: list[int] = []
     while len(answer) < tokens and not stop.intersection(answer):
         kv = kv_bucket(len(prompt) - 1 + len(answer) + shape.cache_rows, runner.cache_rows)
-        path = step(runner, state, shape, kv=kv)
+        path = run_round(runner, state, speculative, kv=kv).path
         answer += path.tokens[0, : int(path.length[0])].tolist()
     return answer
 

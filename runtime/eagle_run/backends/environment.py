@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import eagle_run
+from eagle_run.version import __version__
 
 _LIBRARIES = ("torch", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx", "tokenizers")
 
@@ -22,7 +22,7 @@ def environment(threads: int = 0) -> dict[str, Any]:
         "threads": threads or cores(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "eagle_run": eagle_run.__version__,
+        "eagle_run": __version__,
         **{name.replace("-", "_"): found for name in _LIBRARIES if (found := _version(name))},
     }
 

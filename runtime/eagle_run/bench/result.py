@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from eagle_run.bench.mismatch import Mismatch
 from eagle_run.datasets import Question
-from eagle_run.decoding.sampling import SamplingParams
-from eagle_run.decoding.tree import TreeShape
-from eagle_run.engine.mismatch import Mismatch
-from eagle_run.engine.opening import Decoded
-from eagle_run.engine.request import Stats
+from eagle_run.decoding.config import AcceptanceRule, SpeculativeConfig
+from eagle_run.engine.offline import OfflineRun
 from eagle_run.errors import EagleError
+from eagle_run.metrics import total_metrics
+from eagle_run.params import SamplingParams
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,8 @@ class Pair:
 
     questions: tuple[Question, ...]
     turn: int
-    plain: tuple[Decoded, ...]
-    speculative: tuple[Decoded, ...]
+    plain: tuple[OfflineRun, ...]
+    speculative: tuple[OfflineRun, ...]
     mismatches: tuple[tuple[int, Mismatch], ...]
 
     @property
@@ -36,17 +38,17 @@ class Pair:
         return _rate([self.speculative]) / _rate([self.plain])
 
     def as_dict(self) -> dict[str, Any]:
-        stats = self.speculative[0].stats
+        metrics = self.speculative[0].metrics
         return {
             "ids": [question.id for question in self.questions],
             "category": self.questions[0].category,
             "turn": self.turn,
-            "prompt_tokens": stats.prompt_tokens,
-            "tokens": stats.tokens,
+            "prompt_tokens": metrics.prompt_tokens,
+            "tokens": metrics.tokens,
             "plain_tokens_per_second": round(_rate([self.plain]), 3),
             "tokens_per_second": round(_rate([self.speculative]), 3),
             "speedup": round(self.speedup, 4),
-            "tokens_per_round": round(stats.tokens_per_round, 4),
+            "tokens_per_round": round(metrics.tokens_per_round, 4),
             "identical": not self.mismatches,
         }
 
@@ -60,10 +62,8 @@ class BenchResult:
     device: str
     precision: str
     batch: int
-    tree: TreeShape
-    rule: str
-    sampling: SamplingParams
-    max_new_tokens: int
+    speculative: SpeculativeConfig
+    params: SamplingParams
     pairs: list[Pair] = field(default_factory=list)
     skipped_turns: int = 0
     captures: dict[str, Any] | None = None
@@ -78,7 +78,7 @@ class BenchResult:
     @property
     def identical_outputs(self) -> float | None:
         """Share of answers that equal plain decoding's. None where they need not: sampled drafts at T > 0."""
-        if self.rule == "sampled" and self.sampling.temperature > 0:
+        if self.speculative.acceptance is AcceptanceRule.SAMPLED and self.params.temperature > 0:
             return None
         answers = sum(len(pair.questions) for pair in self.pairs)
         return 1 - sum(len(pair.mismatches) for pair in self.pairs) / answers
@@ -89,7 +89,7 @@ class BenchResult:
         Milliseconds are medians over all rounds.
         """
         plain, speculative = self._runs()
-        stats = merge([run[0].stats for run in speculative])
+        metrics = total_metrics(run[0].metrics for run in speculative)
         ratios = [pair.speedup for pair in self.pairs]
         report: dict[str, Any] = {
             "bundle": self.bundle,
@@ -97,16 +97,16 @@ class BenchResult:
             "device": self.device,
             "precision": self.precision,
             "batch": self.batch,
-            "tree": self.tree.as_dict(),
-            "draft": self.rule,
-            "sampling": self.sampling.__dict__,
-            "max_new_tokens": self.max_new_tokens,
+            "tree": self.speculative.tree.as_dict(),
+            "draft": str(self.speculative.acceptance),
+            "sampling": {name: getattr(self.params, name) for name in _SAMPLING},
+            "max_new_tokens": self.params.max_tokens,
             "prompts": len({question.id for pair in self.pairs for question in pair.questions}),
             "plain": _figures(plain),
             "speculative": {
                 **_figures(speculative),
-                "tokens_per_round": round(stats.tokens_per_round, 4),
-                "acceptance_by_depth": [round(share, 4) for share in stats.acceptance_by_depth],
+                "tokens_per_round": round(metrics.tokens_per_round, 4),
+                "acceptance_by_depth": [round(share, 4) for share in metrics.acceptance_by_depth],
             },
             "speedup": round(self.speedup, 4),
             "speedup_median": round(median(ratios), 4),
@@ -125,42 +125,29 @@ class BenchResult:
             report["per_prompt"] = [pair.as_dict() for pair in self.pairs]
         return report
 
-    def _runs(self) -> tuple[list[tuple[Decoded, ...]], list[tuple[Decoded, ...]]]:
+    def _runs(self) -> tuple[list[tuple[OfflineRun, ...]], list[tuple[OfflineRun, ...]]]:
         if not self.pairs:
             raise EagleError("nothing was measured: no question fits the context of this bundle")
         return [pair.plain for pair in self.pairs], [pair.speculative for pair in self.pairs]
 
 
-def merge(runs: Sequence[Stats]) -> Stats:
-    """The counts and seconds of several runs as if they were one."""
-    total = Stats()
-    for stats in runs:
-        for name, value in stats.__dict__.items():
-            if name != "reached":
-                setattr(total, name, getattr(total, name) + value)
-        total.reached += [0] * (len(stats.reached) - len(total.reached))
-        for depth, count in enumerate(stats.reached):
-            total.reached[depth] += count
-    return total
+def _seconds(repeats: Sequence[OfflineRun]) -> float:
+    return median(run.metrics.decode_seconds for run in repeats)
 
 
-def _seconds(repeats: Sequence[Decoded]) -> float:
-    return median(decoded.stats.decode_seconds for decoded in repeats)
-
-
-def _rate(runs: Sequence[Sequence[Decoded]]) -> float:
+def _rate(runs: Sequence[Sequence[OfflineRun]]) -> float:
     """Tokens per second of decoding over several runs, each given as its repeats."""
-    return sum(repeats[0].stats.tokens for repeats in runs) / sum(_seconds(repeats) for repeats in runs)
+    return sum(repeats[0].metrics.tokens for repeats in runs) / sum(_seconds(repeats) for repeats in runs)
 
 
-def _figures(runs: Sequence[Sequence[Decoded]]) -> dict[str, Any]:
+def _figures(runs: Sequence[Sequence[OfflineRun]]) -> dict[str, Any]:
     """Totals, and the median round by phase; `glue_share` is of all decoding time.
 
     Without phases where graphs are not timed one by one (see `ModelRunner.timed`).
     """
-    everything = [decoded for repeats in runs for decoded in repeats]
-    rounds = [time for decoded in everything for time in decoded.rounds]
-    total = merge([decoded.stats for decoded in everything])
+    everything = [run for repeats in runs for run in repeats]
+    rounds = [time for run in everything for time in run.round_times]
+    total = total_metrics(run.metrics for run in everything)
     phases: dict[str, float] = {"round_ms": 1e3 * median(time.total for time in rounds)}
     if total.verify_seconds:
         glue = total.decode_seconds - total.draft_seconds - total.verify_seconds
@@ -172,9 +159,9 @@ def _figures(runs: Sequence[Sequence[Decoded]]) -> dict[str, Any]:
         }
     return {
         "tokens_per_second": round(_rate(runs), 3),
-        "tokens": sum(repeats[0].stats.tokens for repeats in runs),
+        "tokens": sum(repeats[0].metrics.tokens for repeats in runs),
         "seconds": round(sum(map(_seconds, runs)), 3),
-        "rounds": sum(repeats[0].stats.rounds for repeats in runs),
+        "rounds": sum(repeats[0].metrics.rounds for repeats in runs),
         **{name: round(value, 4) for name, value in phases.items()},
-        "prefill_ms": round(1e3 * median(decoded.stats.prefill_seconds for decoded in everything), 3),
+        "prefill_ms": round(1e3 * median(run.metrics.prefill_seconds for run in everything), 3),
     }

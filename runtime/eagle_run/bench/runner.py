@@ -10,61 +10,56 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from eagle_run.backends.environment import environment
+from eagle_run.bench.mismatch import Mismatch, find_mismatch
 from eagle_run.bench.result import BenchResult, Pair
 from eagle_run.datasets import Question
-from eagle_run.decoding.sampling import SamplingParams
-from eagle_run.decoding.tree import TreeShape
-from eagle_run.engine.mismatch import Mismatch, find_mismatch
-from eagle_run.engine.opening import Decoded, Engine
-from eagle_run.engine.request import Request
+from eagle_run.decoding.config import PLAIN, AcceptanceRule, SpeculativeConfig
+from eagle_run.engine.engine import Engine
+from eagle_run.engine.offline import OfflineRequest, OfflineRun, run_offline
 from eagle_run.errors import EagleError, UsageError
+from eagle_run.llm import LLM
+from eagle_run.params import SamplingParams
+from eagle_run.tokenizer import Tokenizer
 
 
 def bench(
-    engine: Engine,
+    llm: LLM,
     questions: Sequence[Question],
-    tree: TreeShape,
-    sampling: SamplingParams | None = None,
+    params: SamplingParams,
     *,
-    rule: str = "topk",
-    max_new_tokens: int = 128,
+    speculative: SpeculativeConfig | None = None,
     repeat: int = 1,
-    ignore_eos: bool = False,
     raw: bool = False,
     progress: Callable[[int, float], None] | None = None,
 ) -> BenchResult:
-    """Answers every turn of every question with plain decoding and with `tree`, and compares.
+    """Answers every turn of every question with plain decoding and with `speculative`, and compares.
 
-    Each group of `engine.batch` questions runs both ways before the next begins, and which goes first
-    alternates, so that a machine that slows down slows both. A warm-up is not counted. The second turn of
-    a question follows plain decoding's answer to the first; turns that no longer fit the context are
-    skipped and counted. `progress` is told (pairs done, speed-up so far). Raises UsageError when there is
-    nothing to compare and EagleError when a first turn does not fit.
+    `speculative` is by default what the LLM was made with. Each group of `batch` questions runs both ways
+    before the next begins, and which goes first alternates, so that a machine that slows down slows both. A
+    warm-up is not counted. The second turn of a question follows plain decoding's answer to the first; turns
+    that no longer fit the context are skipped and counted. `progress` is told (pairs done, speed-up so far).
+    Raises UsageError when there is nothing to compare and EagleError when a first turn does not fit.
     """
     if not questions or repeat < 1:
         raise UsageError(f"nothing to measure: {len(questions)} questions, {repeat} repeats")
-    options = {
-        "sampling": sampling or SamplingParams(),
-        "max_new_tokens": max_new_tokens,
-        "ignore_eos": ignore_eos,
-    }
-    run = _Runner(engine, tree, rule, repeat, raw, options)
+    engine = llm.engine
+    assert engine.bundle is not None  # an LLM has one
+    speculative = speculative or engine.speculative
+    run = _Runner(engine, llm.tokenizer, speculative, params, repeat, raw)
     run.check(questions)
     run.warm_up(questions[0])
     result = BenchResult(
         bundle=engine.bundle.manifest.name,
         backend=engine.backend,
         device=engine.device,
-        precision=engine.precision,
-        batch=engine.batch,
-        tree=tree,
-        rule=rule,
-        sampling=sampling or SamplingParams(),
-        max_new_tokens=max_new_tokens,
+        precision=engine.runner.precision,
+        batch=engine.runner.batch,
+        speculative=speculative,
+        params=params,
         environment=environment(engine.threads),
     )
-    for first in range(0, len(questions), engine.batch):
-        for pair in run.group(questions[first : first + engine.batch]):
+    for first in range(0, len(questions), engine.runner.batch):
+        for pair in run.group(questions[first : first + engine.runner.batch]):
             result.pairs.append(pair)
             if progress:
                 progress(len(result.pairs), result.speedup)
@@ -73,7 +68,7 @@ def bench(
 
 def _captures(engine: Engine) -> dict[str, Any] | None:
     """What CUDA graphs the run made, None where rounds are not captured."""
-    rounds = engine.decoder.rounds
+    rounds = engine.cuda_graphs
     if not rounds.replays:
         return None
     return {
@@ -89,32 +84,32 @@ class _Runner:
     """What stays the same from one group of questions to the next."""
 
     engine: Engine
-    tree: TreeShape
-    rule: str
+    tokenizer: Tokenizer
+    speculative: SpeculativeConfig
+    params: SamplingParams
     repeat: int
     raw: bool
-    options: dict[str, Any]
     decodings: int = 0
     skipped: int = 0
 
     def check(self, questions: Sequence[Question]) -> None:
         """Before anything runs: does every first turn fit?"""
-        most = self.engine.decoder.max_seq_len
+        most = self.engine.limits.max_seq_len
         for question in questions:
             request = self._request([], question.turns[0])
             if not self._fits(request):
                 raise EagleError(
-                    f"question {question.id} has {len(request.prompt)} tokens; the context is {most}, "
-                    "the answer included",
-                    hint="leave it out, or build the bundle with a larger --max-seq-len",
+                    f"question {question.id} has {len(request.prompt_token_ids)} tokens; the context is "
+                    f"{most}, the answer included",
+                    hint="leave it out, or build the bundle with a larger context",
+                    parameters=["max_seq_len"],
                 )
 
     def warm_up(self, question: Question) -> None:
         """Loads weights, binds shapes and wakes the cores: nothing that a measurement should pay for."""
-        request = self._request([], question.turns[0])
-        short = replace(request, max_new_tokens=min(16, request.max_new_tokens))
-        for shape in (TreeShape.plain(), self.tree):
-            self.engine.decode([short] * self.engine.batch, shape, rule=self.rule)
+        requests = [self._request([], question.turns[0]).shortened(16)] * self.engine.runner.batch
+        for speculative in (PLAIN, self.speculative):
+            run_offline(self.engine, requests, speculative)
 
     def group(self, questions: Sequence[Question]) -> Iterator[Pair]:
         """All turns of up to `batch` questions."""
@@ -128,31 +123,33 @@ class _Runner:
             if not places:
                 continue
             pair = self._pair([requests[i] for i in places], [questions[i] for i in places], turn)
-            for i, answer in zip(places, pair.plain[0].answers, strict=True):
+            for i, answer in zip(places, pair.plain[0].outputs, strict=True):
                 histories[i] += [
                     {"role": "user", "content": questions[i].turns[turn]},
-                    {"role": "assistant", "content": answer.text},
+                    {"role": "assistant", "content": answer.outputs[0].text},
                 ]
             yield pair
 
-    def _request(self, history: list[dict[str, str]], text: str) -> Request:
+    def _request(self, history: list[dict[str, str]], text: str) -> OfflineRequest:
         if history:
-            return self.engine.request([*history, {"role": "user", "content": text}], **self.options)
-        return self.engine.request(text, raw=self.raw, **self.options)
+            token_ids = self.tokenizer.encode_chat([*history, {"role": "user", "content": text}])
+        else:
+            token_ids = self.tokenizer.encode_prompt(text, raw=self.raw)
+        return OfflineRequest(tuple(token_ids), self.params)
 
-    def _fits(self, request: Request) -> bool:
-        return len(request.prompt) < self.engine.decoder.max_seq_len
+    def _fits(self, request: OfflineRequest) -> bool:
+        return len(request.prompt_token_ids) < self.engine.limits.max_seq_len
 
-    def _pair(self, requests: list[Request], questions: list[Question], turn: int) -> Pair:
-        runs: tuple[list[Decoded], list[Decoded]] = ([], [])
+    def _pair(self, requests: list[OfflineRequest], questions: list[Question], turn: int) -> Pair:
+        runs: tuple[list[OfflineRun], list[OfflineRun]] = ([], [])
         for _ in range(self.repeat):
-            both = [(runs[0], TreeShape.plain()), (runs[1], self.tree)]
+            both = [(runs[0], PLAIN), (runs[1], self.speculative)]
             self.decodings += 1
-            for run, shape in both if self.decodings % 2 else reversed(both):
-                run.append(self.engine.decode(requests, shape, rule=self.rule))
+            for run, speculative_config in both if self.decodings % 2 else reversed(both):
+                run.append(run_offline(self.engine, requests, speculative_config))
         plain, speculative = runs
         for same in runs:
-            if any(again.tokens != same[0].tokens for again in same[1:]):
+            if any(again.token_ids != same[0].token_ids for again in same[1:]):
                 raise EagleError(
                     f"question {questions[0].id}: the same run gave other tokens the second time"
                 )
@@ -165,13 +162,12 @@ class _Runner:
         )
 
     def _mismatches(
-        self, requests: list[Request], plain: Decoded, speculative: Decoded
+        self, requests: list[OfflineRequest], plain: OfflineRun, speculative: OfflineRun
     ) -> Iterator[tuple[int, Mismatch]]:
-        if self.rule == "sampled" and self.options["sampling"].temperature > 0:
+        if self.speculative.acceptance is AcceptanceRule.SAMPLED and self.params.temperature > 0:
             return  # both are draws from p, but not with the same coins
-        decoder = self.engine.decoder
         for place, request in enumerate(requests):
-            expected, found = plain.answers[place].tokens, speculative.answers[place].tokens
-            mismatch = find_mismatch(decoder.runner, request, expected, found, chunk=decoder.chunk)
+            expected, actual = plain.token_ids[place], speculative.token_ids[place]
+            mismatch = find_mismatch(self.engine, request, expected, actual)
             if mismatch:
                 yield place, mismatch

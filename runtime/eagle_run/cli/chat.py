@@ -9,14 +9,12 @@ from dataclasses import dataclass, field
 
 import click
 
-from eagle_run.bench.result import merge
 from eagle_run.cli.options import note
-from eagle_run.decoding.sampling import SamplingParams
-from eagle_run.decoding.tree import TreeShape
 from eagle_run.decoding.tree_spec import describe
-from eagle_run.engine.opening import Decoded, Engine
-from eagle_run.engine.request import Piece, Request, Stats
 from eagle_run.errors import EagleError
+from eagle_run.llm import LLM
+from eagle_run.metrics import Metrics, total_metrics
+from eagle_run.params import SamplingParams
 
 HELP = "/reset begins anew, /stats shows the figures so far, /exit (or Ctrl-D) leaves; Ctrl-C stops an answer"
 Message = dict[str, str]
@@ -24,26 +22,24 @@ Message = dict[str, str]
 
 @dataclass
 class Chat:
-    """A conversation: its messages so far and the statistics of its answers."""
+    """A conversation: its messages so far and the metrics of its answers."""
 
-    engine: Engine
-    shape: TreeShape
-    rule: str
-    sampling: SamplingParams
-    max_new_tokens: int
+    llm: LLM
+    params: SamplingParams
     system: str | None = None
-    stop_strings: tuple[str, ...] = ()
     messages: list[Message] = field(default_factory=list)
-    runs: list[Stats] = field(default_factory=list)
+    runs: list[Metrics] = field(default_factory=list)
 
     def loop(self) -> None:
         """Reads lines until /exit or the end of the input. Raises EagleError without a chat template."""
-        if self.engine.text.chat_template is None:
+        if self.llm.tokenizer.chat_template is None:
             raise EagleError(
                 "this model has no chat template, so it cannot hold a conversation",
                 hint="use `eagle-run generate --raw`",
             )
-        note(f"{self.engine.bundle.manifest.name}, {describe(self.shape)}. {HELP}.")
+        engine = self.llm.engine
+        assert engine.bundle is not None  # an LLM has one
+        note(f"{engine.bundle.manifest.name}, {describe(engine.speculative.tree)}. {HELP}.")
         self.reset()
         for line in _lines():
             command = line.strip()
@@ -68,48 +64,48 @@ class Chat:
         A message that leaves no room in the context is refused with a note, and the conversation stays as it
         was. An answer stopped with Ctrl-C is kept as far as it came.
         """
-        said = [*self.messages, {"role": "user", "content": text}]
+        messages = [*self.messages, {"role": "user", "content": text}]
+        start, answer, finish_reason = self.llm.metrics.copy(), "", None
         try:
-            request = self._request(said)
+            prompt = self._encode(messages)
+            deltas = self.llm.stream(prompt, self.params)
         except EagleError as error:
             note(str(error))
             return
-        decoded = Decoded([], Stats(), [])
-        self.runs.append(decoded.stats)
         try:
-            self.engine.decode([request], self.shape, rule=self.rule, on_piece=_show, decoded=decoded)
+            for delta in deltas:
+                sys.stdout.write(delta.outputs[0].text)
+                sys.stdout.flush()
+                answer += delta.outputs[0].text
+                finish_reason = delta.outputs[0].finish_reason
         except KeyboardInterrupt:
             note(" (stopped)")
         click.echo()
-        answer = decoded.answers[0]
-        self.messages = [*said, {"role": "assistant", "content": answer.text}]
-        used, most = len(request.prompt) + len(answer.tokens), self.engine.decoder.max_seq_len
+        metrics = self.llm.metrics.since(start)
+        self.runs.append(metrics)
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        used, most = len(prompt) + metrics.tokens, self.llm.engine.limits.max_seq_len
         if used >= most:
             note(f"(the context of {most} tokens is full: the answer ends here; /reset begins anew)")
-        elif answer.finish_reason == "length":
-            note(f"(cut at {len(answer.tokens)} tokens: see --max-new-tokens)")
+        elif finish_reason == "length":
+            note(f"(cut at {metrics.tokens} tokens: see --max-tokens)")
 
-    def _request(self, messages: list[Message]) -> Request:
-        request = self.engine.request(
-            messages,
-            sampling=self.sampling,
-            max_new_tokens=self.max_new_tokens,
-            stop_strings=self.stop_strings,
-        )
-        most = self.engine.decoder.max_seq_len
-        if len(request.prompt) >= most:
+    def _encode(self, messages: list[Message]) -> list[int]:
+        prompt = self.llm.tokenizer.encode_chat(messages)
+        most = self.llm.engine.limits.max_seq_len
+        if len(prompt) >= most:
             raise EagleError(
-                f"the conversation would have {len(request.prompt)} tokens; the context holds {most}, "
+                f"the conversation would have {len(prompt)} tokens; the context holds {most}, "
                 "the answer included",
                 hint="/reset begins a new one, or send a shorter message",
             )
-        return request
+        return prompt
 
     def stats(self) -> str:
         """Figures over all answers so far."""
         if not self.runs:
             return "no answers yet"
-        total = merge(self.runs)
+        total = total_metrics(self.runs)
         return (
             f"{len(self.runs)} answers, {total.tokens} tokens at {total.tokens_per_second:.1f} tokens/s, "
             f"{total.tokens_per_round:.2f} tokens per round over {total.rounds} rounds"
@@ -131,8 +127,3 @@ def _lines() -> Iterator[str]:
             return
         except UnicodeDecodeError:
             raise EagleError("standard input is not UTF-8") from None
-
-
-def _show(piece: Piece) -> None:
-    sys.stdout.write(piece.text)
-    sys.stdout.flush()

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from eagle_run.bench.result import merge
 from eagle_run.cli.options import note
 from eagle_run.datasets import decode_utf8, read_prompts, read_text
-from eagle_run.decoding.tree import TreeShape
+from eagle_run.decoding.config import PLAIN, AcceptanceRule, SpeculativeConfig
 from eagle_run.decoding.tree_spec import describe, spec_of
-from eagle_run.engine.mismatch import Mismatch, find_mismatch
-from eagle_run.engine.opening import Decoded, Engine
-from eagle_run.engine.request import Piece, Request, Stats
 from eagle_run.errors import EagleError, UsageError
+from eagle_run.metrics import Metrics, total_metrics
+from eagle_run.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from eagle_run.bench.mismatch import Mismatch
+    from eagle_run.engine.offline import OfflineRequest, OfflineRun
+    from eagle_run.llm import LLM
 
 Prompt = str | list[dict[str, Any]]
 
@@ -51,46 +54,71 @@ def _read_stdin() -> str:
     return decode_utf8(sys.stdin.buffer.read(), "standard input")
 
 
+def encode_prompts(
+    llm: LLM, prompts: Sequence[Prompt], *, system: str | None, raw: bool
+) -> list[tuple[int, ...]]:
+    """Token ids of each: a text is one user turn, `raw` leaves the chat template out."""
+    encoded = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            ids = llm.tokenizer.encode_prompt(prompt, system=system, raw=raw)
+        elif raw:
+            raise UsageError("chat messages need the chat template", hint="leave out --raw")
+        else:
+            head = [] if system is None else [{"role": "system", "content": system}]
+            ids = llm.tokenizer.encode_chat([*head, *prompt])
+        encoded.append(tuple(ids))
+    return encoded
+
+
+@dataclass
+class Answer:
+    """What has come of an answer so far."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    metrics: Metrics = field(default_factory=Metrics)
+
+    def add(self, delta: RequestOutput) -> None:
+        completion = delta.outputs[0]
+        self.text += completion.text
+        self.token_ids += completion.token_ids
+        self.finish_reason = completion.finish_reason
+        self.metrics = delta.metrics
+
+
 @dataclass
 class Printer:
     """Text to stdout: of a single answer as it comes, of several each when it is over, in order.
 
-    `first` is the index of the group's first answer, `count` their number.
+    `first` is the number of the group's first answer.
     """
 
+    answers: list[Answer]
     first: int
-    count: int
     several: bool
-    texts: list[str] = field(init=False)
-    done: set[int] = field(default_factory=set)
     shown: int = 0
-    begun: bool = False
 
-    def __post_init__(self) -> None:
-        self.texts = [""] * self.count
-
-    def __call__(self, piece: Piece) -> None:
-        self.begun = True
-        self.texts[piece.index] += piece.text
+    def __call__(self, text: str) -> None:
+        """Shows what has become ready; `text` is what the last output brought."""
         if not self.several:
-            _write(piece.text)
+            _write(text)
             return
-        if piece.finish_reason is not None:
-            self.done.add(piece.index)
-        while self.shown in self.done:
+        while self.shown < len(self.answers) and self.answers[self.shown].finish_reason is not None:
             self._show()
 
     def close(self) -> None:
         """Ends the line of a single answer; shows what an interrupt left of several."""
-        if not self.begun:
+        if not any(answer.token_ids for answer in self.answers):
             return
-        while self.several and any(self.texts[self.shown :]):
+        while self.several and any(answer.text for answer in self.answers[self.shown :]):
             self._show()
-        if not self.several and not self.texts[0].endswith("\n"):
+        if not self.several and not self.answers[0].text.endswith("\n"):
             _write("\n")
 
     def _show(self) -> None:
-        _write(f"[{self.first + self.shown}] {self.texts[self.shown].rstrip()}\n")
+        _write(f"[{self.first + self.shown}] {self.answers[self.shown].text.rstrip()}\n")
         self.shown += 1
 
 
@@ -98,21 +126,23 @@ class Printer:
 class JsonPrinter:
     """A line of JSON for every answer that is over, in order; an interrupt adds those that had begun."""
 
-    decoded: Decoded
+    answers: list[Answer]
     report: Callable[[int], dict[str, Any]]
     shown: int = 0
 
-    def __call__(self, piece: Piece) -> None:
-        answers = self.decoded.answers
-        while self.shown < len(answers) and answers[self.shown].finish_reason is not None:
+    def __call__(self, _: str) -> None:
+        while self.shown < len(self.answers) and self.answers[self.shown].finish_reason is not None:
             self._show()
 
     def close(self) -> None:
-        while any(answer.tokens for answer in self.decoded.answers[self.shown :]):
+        while any(answer.token_ids for answer in self.answers[self.shown :]):
             self._show()
 
     def _show(self) -> None:
-        _write_json(self.report(self.shown))
+        report = self.report(self.shown)
+        if self.answers[self.shown].finish_reason is None:
+            report["interrupted"] = True
+        _write_json(report)
         self.shown += 1
 
 
@@ -127,131 +157,167 @@ def _write(text: str) -> None:
 
 @dataclass
 class Generation:
-    """A run over prompts, `engine.batch` of them at a time.
+    """A run over prompts.
 
-    With `compare` each group of that many is decoded a second time without a tree; which goes first
-    alternates. Otherwise there are no groups: a prompt starts when another one's answer ends.
+    With `compare` each group of a batch is decoded a second time without a tree; which goes first alternates.
+    Otherwise there are no groups: a prompt starts when another one's answer ends.
     """
 
-    engine: Engine
-    shape: TreeShape
-    rule: str
+    llm: LLM
+    requests: Sequence[OfflineRequest]
     compare: bool
     as_json: bool
-    speculative: list[Stats] = field(default_factory=list)
-    plain: list[Stats] = field(default_factory=list)
+    metrics: list[Metrics] = field(default_factory=list)
+    plain: list[Metrics] = field(default_factory=list)
     mismatches: int = 0
     faults: int = 0  # mismatches that are no ties
 
-    def run(self, requests: Sequence[Request]) -> None:
+    @property
+    def speculative(self) -> SpeculativeConfig:
+        return self.llm.engine.speculative
+
+    def run(self) -> None:
         """Decodes and prints everything; what is out already stays when it is interrupted.
 
         Raises EagleError before anything is decoded when one of the requests cannot be.
         """
-        self.engine.decoder.check(requests, self.shape, rule=self.rule)
-        if not self.compare:
-            self._speculative(requests, 0, several=len(requests) > 1)
-            return
-        short = replace(requests[0], max_new_tokens=min(8, requests[0].max_new_tokens))
-        for shape in (TreeShape.plain(), self.shape):  # a warm-up, for a fair comparison
-            self.engine.decode([short] * self.engine.batch, shape, rule=self.rule)
-        for number, first in enumerate(range(0, len(requests), self.engine.batch)):
-            group = requests[first : first + self.engine.batch]
-            plain = self._plain(group) if number % 2 else None
-            decoded = self._speculative(group, first, several=len(requests) > 1)
-            self._finish(first, group, decoded, plain or self._plain(group))
+        if self.compare:
+            self._run_groups()
+        else:
+            self._stream()
 
-    def _speculative(self, group: Sequence[Request], first: int, *, several: bool) -> Decoded:
-        decoded = Decoded([], Stats(), [])
-        self.speculative.append(decoded.stats)  # at once: an interrupt still shows its statistics
-        printer: Printer | JsonPrinter = Printer(first, len(group), several)
+    def _stream(self) -> None:
+        answers = [Answer() for _ in self.requests]
+        request_ids = [str(number) for number in range(len(answers))]
+        printer: Printer | JsonPrinter = Printer(answers, 0, several=len(answers) > 1)
         if self.as_json:
-            printer = JsonPrinter(decoded, lambda place: self._report(first, group, decoded, place))
-            if self.compare:  # printed when both ways are there
-                return self.engine.decode(group, self.shape, rule=self.rule, decoded=decoded)
+            printer = JsonPrinter(answers, lambda number: self._report(number, answers[number]))
+        start = self.llm.metrics.copy()
+        outputs = self.llm.stream(
+            [request.prompt_token_ids for request in self.requests],
+            [request.params for request in self.requests],
+            request_ids=request_ids,
+        )
         try:
-            self.engine.decode(group, self.shape, rule=self.rule, on_piece=printer, decoded=decoded)
+            for output in outputs:
+                if output.error is not None:
+                    raise output.error
+                answers[int(output.request_id)].add(output)
+                printer(output.outputs[0].text)
+        finally:
+            self.metrics.append(self.llm.metrics.since(start))
+            printer.close()
+
+    def _run_groups(self) -> None:
+        from eagle_run.engine.offline import run_offline
+
+        batch = self.llm.engine.runner.batch
+        self.llm.check([request.prompt_token_ids for request in self.requests])
+        short = [self.requests[0].shortened(8)] * batch
+        for speculative in (PLAIN, self.speculative):  # a warm-up, for a fair comparison
+            run_offline(self.llm.engine, short, speculative)
+        for number, first in enumerate(range(0, len(self.requests), batch)):
+            group = self.requests[first : first + batch]
+            plain = self._plain(group) if number % 2 else None
+            run = self._print_group(group, first)
+            self._compare(first, group, run, plain or self._plain(group))
+
+    def _print_group(self, group: Sequence[OfflineRequest], first: int) -> OfflineRun:
+        """Runs a group, its text on stdout as it comes; JSON waits for the comparison."""
+        from eagle_run.engine.offline import run_offline
+
+        answers = [Answer() for _ in group]
+        printer = Printer(answers, first, several=len(self.requests) > 1)
+
+        def show(number: int, output: RequestOutput) -> None:
+            completion, answer = output.outputs[0], answers[number]
+            text, answer.text = completion.text[len(answer.text) :], completion.text
+            answer.token_ids, answer.finish_reason = list(completion.token_ids), completion.finish_reason
+            printer(text)
+
+        try:
+            run = run_offline(
+                self.llm.engine, group, self.speculative, on_output=None if self.as_json else show
+            )
         finally:
             printer.close()
-        return decoded
+        self.metrics.append(run.metrics)
+        return run
 
-    def _plain(self, group: Sequence[Request]) -> Decoded:
-        decoded = self.engine.decode(group, TreeShape.plain(), rule=self.rule)
-        self.plain.append(decoded.stats)
-        return decoded
+    def _plain(self, group: Sequence[OfflineRequest]) -> OfflineRun:
+        from eagle_run.engine.offline import run_offline
 
-    def _finish(self, first: int, group: Sequence[Request], decoded: Decoded, plain: Decoded) -> None:
+        run = run_offline(self.llm.engine, group, PLAIN)
+        self.plain.append(run.metrics)
+        return run
+
+    def _compare(
+        self, first: int, group: Sequence[OfflineRequest], run: OfflineRun, plain: OfflineRun
+    ) -> None:
         """Compares a group that is done, and prints it where JSON is wanted."""
-        decoder = self.engine.decoder
-        for place, (request, answer) in enumerate(zip(group, decoded.answers, strict=True)):
-            comparable = self.rule == "topk" or request.sampling.temperature == 0
-            expected, found = plain.answers[place].tokens, None
-            if comparable:
-                found = find_mismatch(decoder.runner, request, expected, answer.tokens, chunk=decoder.chunk)
-            comparison = _compared(decoded.stats, plain.stats, found, comparable=comparable)
-            if found:
-                self.mismatches += 1
-                self.faults += not found.tie
-                note(_explain(first + place, found))
-            if self.as_json:
-                report = self._report(first, group, decoded, place)
-                _write_json({**report, "compare": comparison})
+        from eagle_run.bench.mismatch import find_mismatch
 
-    def _report(self, first: int, group: Sequence[Request], decoded: Decoded, place: int) -> dict[str, Any]:
+        for place, (request, output) in enumerate(zip(group, run.outputs, strict=True)):
+            comparable = self.speculative.acceptance is AcceptanceRule.TOPK or request.params.temperature == 0
+            mismatch = None
+            if comparable:
+                mismatch = find_mismatch(
+                    self.llm.engine, request, plain.token_ids[place], run.token_ids[place]
+                )
+            if mismatch:
+                self.mismatches += 1
+                self.faults += not mismatch.tie
+                note(_explain(first + place, mismatch))
+            if self.as_json:
+                answer = Answer()
+                answer.add(output)
+                comparison = _compared(run.metrics, plain.metrics, mismatch, comparable=comparable)
+                _write_json({**self._report(first + place, answer), "compare": comparison})
+
+    def _report(self, number: int, answer: Answer) -> dict[str, Any]:
         """One answer in JSON."""
-        answer = decoded.answers[place]
+        bundle = self.llm.engine.bundle
+        assert bundle is not None  # an LLM has one
         return {
-            "index": first + place,
-            "bundle": self.engine.bundle.manifest.name,
-            "tree": spec_of(self.shape),
-            "draft": self.rule,
-            "prompt_tokens": len(group[place].prompt),
+            "index": number,
+            "bundle": bundle.manifest.name,
+            "tree": spec_of(self.speculative.tree),
+            "draft": str(self.speculative.acceptance),
+            "prompt_tokens": len(self.requests[number].prompt_token_ids),
             "text": answer.text,
-            "tokens": answer.tokens,
+            "tokens": answer.token_ids,
             "finish_reason": answer.finish_reason,
-            "statistics": statistics(answer.stats),
+            "statistics": answer.metrics.as_dict(),
         }
 
     def summary(self) -> str:
         """The line of statistics."""
-        stats = merge(self.speculative)
+        metrics = total_metrics(self.metrics)
         parts = [
-            f"{stats.tokens} tokens at {stats.tokens_per_second:.1f} tokens/s",
-            f"{stats.tokens_per_round:.2f} tokens per round over {stats.rounds} rounds",
-            f"prompt {stats.prompt_tokens} tokens in {stats.prefill_seconds:.2f} s",
-            describe(self.shape),
+            f"{metrics.tokens} tokens at {metrics.tokens_per_second:.1f} tokens/s",
+            f"{metrics.tokens_per_round:.2f} tokens per round over {metrics.rounds} rounds",
+            f"prompt {metrics.prompt_tokens} tokens in {metrics.prefill_seconds:.2f} s",
+            describe(self.speculative.tree),
         ]
-        if self.compare and len(self.plain) == len(self.speculative):
-            rate = merge(self.plain).tokens_per_second
-            parts.append(f"speed-up {stats.tokens_per_second / rate:.2f}x over plain decoding ({rate:.1f})")
+        if self.compare and self.plain and len(self.plain) == len(self.metrics):
+            rate = total_metrics(self.plain).tokens_per_second
+            parts.append(f"speed-up {metrics.tokens_per_second / rate:.2f}x over plain decoding ({rate:.1f})")
             if self.mismatches:
                 parts.append(f"{self.mismatches} answers DIFFER from plain decoding")
-            elif self.rule == "topk":
+            elif self.speculative.acceptance is AcceptanceRule.TOPK:
                 parts.append("tokens identical to plain decoding")
         return " | ".join(parts)
 
 
-def _compared(stats: Stats, plain: Stats, mismatch: Mismatch | None, *, comparable: bool) -> dict[str, Any]:
+def _compared(
+    metrics: Metrics, plain: Metrics, mismatch: Mismatch | None, *, comparable: bool
+) -> dict[str, Any]:
     """`identical` is None for sampled drafts at T > 0: other coins, so only the law is the same."""
     return {
         "plain_tokens_per_second": round(plain.tokens_per_second, 3),
-        "speedup": round(stats.tokens_per_second / plain.tokens_per_second, 4),
+        "speedup": round(metrics.tokens_per_second / plain.tokens_per_second, 4),
         "identical": mismatch is None if comparable else None,
         "mismatch": mismatch.as_dict() if mismatch else None,
-    }
-
-
-def statistics(stats: Stats) -> dict[str, Any]:
-    """A run in JSON: rates, acceptance, and mean milliseconds of a round by phase."""
-    return {
-        "tokens": stats.tokens,
-        "tokens_per_second": round(stats.tokens_per_second, 3),
-        "tokens_per_round": round(stats.tokens_per_round, 4),
-        "rounds": stats.rounds,
-        "acceptance_by_depth": [round(share, 4) for share in stats.acceptance_by_depth],
-        "prefill_seconds": round(stats.prefill_seconds, 4),
-        "decode_seconds": round(stats.decode_seconds, 4),
-        **{name: round(value, 3) for name, value in stats.phases().items()},
     }
 
 

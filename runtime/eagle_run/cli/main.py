@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -46,9 +45,7 @@ def cli() -> None:
 )
 @click.option("--system", metavar="TEXT", help="A system message before the prompt.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the chat template.")
-@click.option(
-    "--stop", "stop_strings", multiple=True, metavar="TEXT", help="End before this text; repeatable."
-)
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-text token.")
 @click.option("--batch", type=int, default=1, show_default=True, help="Prompts decoded side by side.")
 @click.option(
@@ -57,7 +54,7 @@ def cli() -> None:
     help="Decode plainly as well; show the speed-up and any difference (exit 1 unless by a tie).",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a prompt instead of the text.")
-@common_options(max_new_tokens=256)
+@common_options(max_tokens=256)
 def generate(
     options: Options,
     *,
@@ -67,7 +64,10 @@ def generate(
     batch: int,
     compare: bool,
     as_json: bool,
-    **how: Any,
+    system: str | None,
+    raw: bool,
+    stop: tuple[str, ...],
+    ignore_eos: bool,
 ) -> None:
     """Answer one or more prompts with BUNDLE, as text on standard output.
 
@@ -79,52 +79,43 @@ def generate(
       eagle-run generate BUNDLE --prompt-file letter.txt --temperature 0.8 --top-p 0.95 --seed 7
       eagle-run generate BUNDLE --prompts questions.jsonl --batch 4 --json > answers.jsonl
     """
-    from eagle_run.cli.generate import Generation, gather_prompts
+    from eagle_run.cli.generate import Generation, encode_prompts, gather_prompts
 
+    options.check()
+    params = options.params(stop=stop, ignore_eos=ignore_eos)
     prompts = gather_prompts(texts, prompt_file, prompts_file)
-    sampling = options.sampling()
-    engine = options.open(batch)
-    requests = [
-        engine.request(prompt, sampling=sampling, max_new_tokens=options.max_new_tokens, **how)
-        for prompt in prompts
-    ]
-    shape = options.shape(engine)
-    generation = Generation(engine, shape, options.draft, compare, as_json)
+    llm = options.open(batch, params)
+
+    from eagle_run.engine.offline import OfflineRequest
+
+    encoded = encode_prompts(llm, prompts, system=system, raw=raw)
+    generation = Generation(llm, [OfflineRequest(ids, params) for ids in encoded], compare, as_json)
     try:
-        generation.run(requests)
+        generation.run()
     finally:
-        if any(stats.tokens for stats in generation.speculative):
+        if any(metrics.tokens for metrics in generation.metrics):
             note(generation.summary())
     if generation.faults:
         raise EagleError(
-            f"{generation.faults} of {len(requests)} answers differ from plain decoding, and not by a tie",
+            f"{generation.faults} of {len(prompts)} answers differ from plain decoding, and not by a tie",
             hint="please report this, with the bundle, the prompt and the options",
         )
 
 
 @cli.command(epilog=TREE_NOTE)
 @click.option("--system", metavar="TEXT", help="A system message at the start.")
-@click.option("--stop", "stop_strings", multiple=True, metavar="TEXT", help="End an answer before this text.")
-@common_options(max_new_tokens=512)
-def chat(options: Options, system: str | None, stop_strings: tuple[str, ...]) -> None:
+@click.option("--stop", multiple=True, metavar="TEXT", help="End an answer before this text.")
+@common_options(max_tokens=512)
+def chat(options: Options, system: str | None, stop: tuple[str, ...]) -> None:
     """Talk with BUNDLE in the terminal.
 
     /reset begins a new conversation, /stats shows the figures, /exit leaves. Ctrl-C stops an answer.
     """
     from eagle_run.cli.chat import Chat
 
-    sampling = options.sampling()
-    engine = options.open()
-    shape = options.shape(engine)
-    Chat(
-        engine=engine,
-        shape=shape,
-        rule=options.draft,
-        sampling=sampling,
-        max_new_tokens=options.max_new_tokens,
-        system=system,
-        stop_strings=stop_strings,
-    ).loop()
+    options.check()
+    params = options.params(stop=stop)
+    Chat(options.open(params=params), params, system).loop()
 
 
 @cli.command(epilog=TREE_NOTE)
@@ -150,7 +141,7 @@ def chat(options: Options, system: str | None, stop_strings: tuple[str, ...]) ->
 @click.option(
     "--json", "out", type=click.Path(path_type=Path), help="Also write it here, with every question."
 )
-@common_options(max_new_tokens=128)
+@common_options(max_tokens=128)
 def bench(
     options: Options,
     *,
@@ -159,7 +150,9 @@ def bench(
     turns: str,
     batch: int,
     out: Path | None,
-    **how: Any,
+    repeat: int,
+    raw: bool,
+    ignore_eos: bool,
 ) -> None:
     """Measure BUNDLE against plain decoding on a set of questions, interleaved; the last line is JSON.
 
@@ -167,28 +160,21 @@ def bench(
     Example:
       eagle-run bench BUNDLE --dataset mt_bench.jsonl --limit 20 --tree auto --json result.json
     """
-    from eagle_run.bench.runner import bench as run_bench
     from eagle_run.cli.progress import questions_bar
     from eagle_run.datasets import read_questions
 
+    options.check()
+    params = options.params(ignore_eos=ignore_eos)
     questions = read_questions(dataset, limit=limit or 0, turns=turns)
     _check_writable(out)
-    sampling = options.sampling()
-    engine = options.open(batch)
-    shape = options.shape(engine)
+    llm = options.open(batch, params)
+
+    from eagle_run.bench.runner import bench as run_bench
+
     groups = [questions[first : first + batch] for first in range(0, len(questions), batch)]
     total = sum(max(len(question.turns) for question in group) for group in groups)
     with questions_bar(total) as progress:
-        result = run_bench(
-            engine,
-            questions,
-            shape,
-            sampling,
-            rule=options.draft,
-            max_new_tokens=options.max_new_tokens,
-            progress=progress,
-            **how,
-        )
+        result = run_bench(llm, questions, params, repeat=repeat, raw=raw, progress=progress)
     report = {"dataset": dataset.name, **result.report()}
     click.echo(json.dumps(report, ensure_ascii=False))  # first: a full disk must not lose it
     if out:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from eagle_run.decoding.sampling import SamplingParams
     from eagle_run.decoding.tree import TreeShape
-    from eagle_run.engine.opening import Engine
+    from eagle_run.llm import LLM
+    from eagle_run.params import SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,11 +25,11 @@ Trees, and the names that others give to their sizes:
   --tree default              the bundle's own
   --tree auto                 measure a few on this machine (once), take the fastest; plain if none wins
   --tree plain                no drafting
-  --tree chain:3              --tree chain --depth 3       vLLM: num_speculative_tokens 3
-  --tree dynamic:4,4,16       --tree dynamic --depth 4 --branch 4 --nodes 16
+  --tree chain:3              vLLM: num_speculative_tokens 3
+  --tree dynamic:4,4,16       depth 4, top-k 4, 16 nodes with the root
                               SGLang: num-steps 4, eagle-topk 4, num-draft-tokens 16
                               SafeAILab: depth 3 (one less), top-k 4, total-token 16
-  --tree static:0,0,1         --parents 0,0,1: nodes 1 and 2 under the root (0), node 3 under node 1
+  --tree static:0,0,1         the parents of nodes 1, 2, 3: two under the root (0), one under node 1
   --tree FILE.json            parents, or SafeAILab's paths such as [[0], [1], [0, 0]]
 """
 
@@ -43,7 +43,7 @@ class Options:
     device: str
     threads: int
     cuda_graphs: bool
-    max_new_tokens: int
+    max_tokens: int
     temperature: float
     top_k: int
     top_p: float
@@ -57,41 +57,9 @@ class Options:
     parents: str | None
     retune: bool
 
-    def open(self, batch: int = 1) -> Engine:
-        """Loads the bundle; a spinner on a terminal, since large ones take their time.
-
-        Raises UsageError first for options that no bundle could make sense of.
-        """
-        self._check()
-        with working(f"loading {self.bundle}"):
-            from eagle_run.engine.opening import open_engine
-
-            return open_engine(
-                self.bundle,
-                backend=self.backend,
-                device=self.device,
-                batch=batch,
-                threads=self.threads,
-                with_draft=self.tree != "plain",
-                cuda_graphs=self.cuda_graphs,
-                log=note,
-            )
-
-    def _check(self) -> None:
-        from eagle_run.errors import UsageError
-
-        if self.retune and self.tree != "auto":
-            raise UsageError(
-                f"--retune measures for --tree auto, not for {self.tree}", hint="add --tree auto"
-            )
-        if self.draft == "sampled" and self.tree.partition(":")[0] == "dynamic":
-            raise UsageError(
-                "--draft sampled needs a tree that is fixed before it is drawn, and a dynamic one is not",
-                hint="take a static tree or a chain, or --draft topk",
-            )
-
-    def sampling(self) -> SamplingParams:
-        from eagle_run.decoding.sampling import SamplingParams
+    def params(self, *, stop: tuple[str, ...] = (), ignore_eos: bool = False) -> SamplingParams:
+        """How to sample. Like `check`, it judges the words alone: nothing heavy is loaded for it."""
+        from eagle_run.params import SamplingParams
 
         return SamplingParams(
             temperature=self.temperature,
@@ -99,24 +67,73 @@ class Options:
             top_p=self.top_p,
             min_p=self.min_p,
             seed=self.seed,
+            max_tokens=self.max_tokens,
+            stop=stop,
+            ignore_eos=ignore_eos,
         )
 
-    def shape(self, engine: Engine) -> TreeShape:
-        """The tree asked for; with `auto` the fastest, measured now or remembered."""
-        from eagle_run.decoding.tree_spec import TreeOptions, choose
+    def check(self) -> str | TreeShape:
+        """The tree as `LLM` takes it. Raises UsageError for options that no bundle could make sense of."""
+        from eagle_run.decoding.config import AcceptanceRule, SpeculativeConfig
+        from eagle_run.decoding.tree import TreeShape
+        from eagle_run.decoding.tree_spec import parse_tree_spec
         from eagle_run.errors import UsageError
 
-        asked = TreeOptions(self.tree, self.depth, self.branch, self.nodes, self.parents)
-        if self.tree != "auto":
-            return choose(asked, engine.tree, self.draft)
-        if asked.sized or self.parents is not None:
-            raise UsageError("--tree auto finds the sizes itself", hint="leave out the tree's sizes")
-        from eagle_run.tuning.tree_tuning import auto_tree
+        options = self._tree_options()
+        options.check()
+        if self.retune and self.tree != "auto":
+            raise UsageError(
+                f"--retune measures for --tree auto, not for {self.tree}", hint="add --tree auto"
+            )
+        sampled = self.draft == AcceptanceRule.SAMPLED
+        if options.is_legacy:
+            if sampled and self.tree == "dynamic":  # whatever its sizes
+                SpeculativeConfig(TreeShape.dynamic(1, 1, 2), AcceptanceRule.SAMPLED)
+            return self._legacy_tree(fixed=sampled)
+        if self.tree in ("default", "auto"):
+            return self.tree
+        tree = parse_tree_spec(self.tree)
+        SpeculativeConfig(tree, AcceptanceRule(self.draft))
+        return tree
 
-        return auto_tree(engine, sampling=self.sampling(), rule=self.draft, retune=self.retune, log=note).tree
+    def open(self, batch: int = 1, params: SamplingParams | None = None) -> LLM:
+        """Loads the bundle; a spinner on a terminal, since large ones take their time."""
+        tree = self.check()
+        with working(f"loading {self.bundle}"):
+            from eagle_run.llm import LLM
+
+            return LLM(
+                self.bundle,
+                tree=tree,
+                draft=self.draft,
+                backend=self.backend,
+                device=self.device,
+                batch=batch,
+                threads=self.threads,
+                cuda_graphs=self.cuda_graphs,
+                tune_for=params or self.params(),
+                retune=self.retune,
+                log=note,
+            )
+
+    def _tree_options(self) -> Any:
+        from eagle_run.cli.legacy_tree import TreeOptions
+
+        return TreeOptions(self.tree, self.depth, self.branch, self.nodes, self.parents)
+
+    def _legacy_tree(self, *, fixed: bool) -> TreeShape:
+        from eagle_run.bundle.loading import read_manifest
+        from eagle_run.cli.legacy_tree import legacy_tree
+        from eagle_run.decoding.tree_spec import spec_of
+
+        defaults = read_manifest(self.bundle).tree
+        own = None if defaults is None else defaults.shape()
+        tree = legacy_tree(self._tree_options(), own, fixed=fixed)
+        note(f"note: sizes of a tree as options are the old way; this is --tree {spec_of(tree)}")
+        return tree
 
 
-def common_options(*, max_new_tokens: int) -> Callable[[F], F]:
+def common_options(*, max_tokens: int) -> Callable[[F], F]:
     """The argument BUNDLE and all options of `Options`, passed to the command as one `options`."""
 
     def decorate(function: F) -> F:
@@ -126,22 +143,28 @@ def common_options(*, max_new_tokens: int) -> Callable[[F], F]:
             return function(options=Options(**common), **values)
 
         wrapped: Any = command
-        for option in reversed([*_options(max_new_tokens)]):
+        for option in reversed([*_options(max_tokens)]):
             wrapped = option(wrapped)
         return wrapped
 
     return decorate
 
 
-def _options(max_new_tokens: int) -> Iterator[Callable[[Any], Any]]:
+def _options(max_tokens: int) -> Iterator[Callable[[Any], Any]]:
     yield click.argument("bundle", type=click.Path(path_type=Path))
     yield click.option(
-        "--max-new-tokens", type=int, default=max_new_tokens, show_default=True, help="Longest answer."
+        "--max-tokens",
+        "--max-new-tokens",
+        "max_tokens",
+        type=int,
+        default=max_tokens,
+        show_default=True,
+        help="Longest answer, in tokens.",
     )
     yield click.option(
         "--temperature", type=float, default=0.0, show_default=True, help="0 takes the most likely token."
     )
-    yield click.option("--top-k", type=int, default=0, help="Sample among the K most likely; 0 is off.")
+    yield click.option("--top-k", type=int, default=0, help="Sample among the K most likely; 0 or -1 is off.")
     yield click.option(
         "--top-p", type=float, default=1.0, help="Sample from this share of the mass; 1 is off."
     )
@@ -189,15 +212,14 @@ def _tree_options() -> Iterator[Callable[[Any], Any]]:
         default="default",
         show_default=True,
         metavar="TREE",
-        help="default, auto, dynamic, static, chain, plain, a spec or a file; see below.",
+        help="default, auto, plain, chain:D, dynamic:D,K,N, static:P,P,... or a file; see below.",
     )
-    yield click.option("--depth", type=int, help="Most drafted tokens in a row.")
-    yield click.option("--branch", "--tree-top-k", "branch", type=int, help="Most children of a node.")
-    yield click.option(
-        "--nodes", type=int, help="Tokens that the target verifies at once, the root included."
-    )
-    yield click.option("--parents", metavar="P,P,...", help="A static tree: the parent of nodes 1, 2, ...")
     yield click.option("--retune", is_flag=True, help="With --tree auto: measure again.")
+    # The old way, still understood (see legacy_tree.py).
+    yield click.option("--depth", type=int, hidden=True)
+    yield click.option("--branch", "--tree-top-k", "branch", type=int, hidden=True)
+    yield click.option("--nodes", type=int, hidden=True)
+    yield click.option("--parents", metavar="P,P,...", hidden=True)
 
 
 def note(message: str) -> None:

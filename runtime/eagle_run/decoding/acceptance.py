@@ -54,7 +54,7 @@ def target_sampling(
     when every slot is greedy there are none, only argmax.
     """
     nodes = torch.arange(plan.tokens.shape[1], device=logits.device)  # [N]
-    greedy = settings.switches.all_greedy
+    greedy = settings.flags.all_greedy
     coins = None if greedy else uniform(settings.seed[:, None], _positions(plan, position), TOKEN)  # [B, D+1]
 
     def decide(node: Tensor, depth: int) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,8 @@ on their order, so a draw does not change with the batch, the number of threads 
 of weight zero can not be drawn, by construction. What is lost (below 2^-52 a token) is far under float32's
 own error.
 
-Parameters of the requests are tensors [B], so new settings need no new capture; only `Switches`, known to the
-host, selects which code runs. B batch, V vocabulary, Vd draft vocabulary, k children.
+Parameters of the requests are tensors [B], so new settings need no new capture; only `SamplingFlags`, known
+to the host, selects which code runs. B batch, V vocabulary, Vd draft vocabulary, k children.
 """
 
 from __future__ import annotations
@@ -19,55 +19,17 @@ import torch
 from torch import Tensor
 
 from eagle_run.decoding.rng import CHILD, uniform
-from eagle_run.errors import UsageError
+from eagle_run.params import SamplingParams
 
 _GRID = 2.0**52
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How one request samples. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch a filter off.
-
-    Temperatures that float32 can not tell from 0 or infinity are refused rather than silently changed.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Raises UsageError, naming the setting, its range and what was given."""
-        rules = (
-            (
-                "temperature",
-                self.temperature == 0 or 1e-6 <= self.temperature <= 1e6,
-                "0 (greedy) or a number in [1e-6, 1e6]",
-            ),
-            (
-                "top_k",
-                0 <= self.top_k < 2**31 and self.top_k == int(self.top_k),
-                "a whole number in [0, 2^31) (0 is off)",
-            ),
-            ("top_p", 0 < self.top_p <= 1, "a number in (0, 1] (1 is off)"),
-            ("min_p", 0 <= self.min_p <= 1, "a number in [0, 1] (0 is off)"),
-            ("seed", 0 <= self.seed < 2**63 and self.seed == int(self.seed), "a whole number in [0, 2^63)"),
-        )
-        for name, fits, expected in rules:
-            if not fits:
-                raise UsageError(
-                    f"{name} should be {expected}, found {getattr(self, name)!r}",
-                    hint=f"give another {name}, or leave it out",
-                )
-
-
-@dataclass(frozen=True)
-class Switches:
+class SamplingFlags:
     """Which code a batch needs: the part of its settings that the host knows. Hashable: a key for captures.
 
     all_greedy: every slot has temperature 0. any_greedy: some slot has. top_k, top_p, min_p: some slot
-    filters. A slot's result does not change when another slot turns a switch on.
+    filters. A slot's result does not change when another slot raises a flag.
     """
 
     all_greedy: bool
@@ -86,32 +48,43 @@ class SamplingTensors:
     top_p: Tensor
     min_p: Tensor
     seed: Tensor
-    switches: Switches
+    flags: SamplingFlags
 
-    def put(self, slot: int, settings: SamplingParams) -> None:
-        """Gives a slot the settings of another request, in place. `switches` must know them already."""
-        for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
-            getattr(self, name)[slot] = getattr(settings, name)
+    def put(self, slot: int, params: SamplingParams) -> None:
+        """Gives a slot the parameters of another request, in place. `flags` must know them already."""
+        for name, value in _values(params).items():
+            getattr(self, name)[slot] = value
 
 
-def switches(settings: Sequence[SamplingParams]) -> Switches:
+def sampling_flags(settings: Sequence[SamplingParams]) -> SamplingFlags:
     """The code that these requests need together."""
     greedy = [s.temperature == 0 for s in settings]
     sampled = [s for s in settings if s.temperature > 0]  # a filter keeps the argmax: greedy slots need none
-    return Switches(
+    return SamplingFlags(
         all_greedy=all(greedy),
         any_greedy=any(greedy),
-        top_k=any(s.top_k > 0 for s in sampled),
+        top_k=any(s.filter_k > 0 for s in sampled),
         top_p=any(s.top_p < 1 for s in sampled),
         min_p=any(s.min_p > 0 for s in sampled),
     )
+
+
+def _values(params: SamplingParams) -> dict[str, float]:
+    """The numbers of a slot. The seed should have been chosen by then; 0 stands for any."""
+    return {
+        "temperature": params.temperature,
+        "top_k": params.filter_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "seed": params.seed or 0,
+    }
 
 
 def stack(settings: Sequence[SamplingParams], device: torch.device | str = "cpu") -> SamplingTensors:
     """The settings of a batch as tensors [B] on `device` (a copy from the host: not inside a capture)."""
 
     def column(name: str, dtype: torch.dtype) -> Tensor:
-        return torch.tensor([getattr(s, name) for s in settings], dtype=dtype, device=device)
+        return torch.tensor([_values(s)[name] for s in settings], dtype=dtype, device=device)
 
     return SamplingTensors(
         temperature=column("temperature", torch.float32),
@@ -119,7 +92,7 @@ def stack(settings: Sequence[SamplingParams], device: torch.device | str = "cpu"
         top_p=column("top_p", torch.float64),
         min_p=column("min_p", torch.float32),
         seed=column("seed", torch.int64),
-        switches=switches(settings),
+        flags=sampling_flags(settings),
     )
 
 
@@ -145,14 +118,14 @@ def distribution(logits: Tensor, settings: SamplingTensors) -> Tensor:
     (for top-p a sort would keep an arbitrary one of them). Temperature 0 gives 1 to the most probable token,
     the lowest id among equals. Logits may hold -inf.
     """
-    switch = settings.switches
+    flags = settings.flags
     temperature = _per_slot(settings.temperature, logits)
     logits = logits.float()
     shifted = logits - logits.amax(-1, keepdim=True)  # <= 0, so that a tiny temperature gives -inf, never nan
     p = torch.softmax(shifted / torch.where(temperature > 0, temperature, 1.0), -1)
-    if switch.top_k or switch.top_p or switch.min_p:
+    if flags.top_k or flags.top_p or flags.min_p:
         p = _filter(p, settings)
-    if switch.any_greedy:
+    if flags.any_greedy:
         ids = torch.arange(p.shape[-1], device=p.device)
         p = torch.where(temperature > 0, p, (ids == argmax(logits).unsqueeze(-1)).float())
     return p
@@ -164,21 +137,21 @@ def _filter(p: Tensor, settings: SamplingTensors) -> Tensor:
     One threshold on the probability does all three: what top-p keeps of top-k's renormalised set is the
     smallest head of the sorted vocabulary that holds top_p times the set's mass, so it lies inside that set.
     """
-    switch = settings.switches
+    flags = settings.flags
     bits = p.view(torch.int32)  # in the order of the non-negative floats that they encode
     weights = to_weights(p)
     keep_from = torch.zeros_like(bits[..., :1])  # bits of the least probability kept; 0 keeps all
-    if switch.top_k:
+    if flags.top_k:
         top_k = _per_slot(settings.top_k, p).expand_as(keep_from)
         ones = torch.ones_like(weights[..., :1]).expand_as(weights)
         kth = _threshold(bits, ones, top_k.clamp(1, p.shape[-1]))
         keep_from = torch.where(top_k > 0, kth, keep_from)
-    if switch.top_p:
+    if flags.top_p:
         top_p = _per_slot(settings.top_p, p)
         mass = _mass(weights, bits >= keep_from)
         nucleus = _threshold(bits, weights, (mass * top_p).ceil().long().clamp(min=1).minimum(mass))
         keep_from = torch.where(top_p < 1, nucleus.maximum(keep_from), keep_from)
-    if switch.min_p:
+    if flags.min_p:
         least = _per_slot(settings.min_p, p) * p.amax(-1, keepdim=True)
         keep_from = keep_from.maximum(least.view(torch.int32))
     keep = bits >= keep_from
@@ -288,6 +261,6 @@ def sample_children(
     q = draft_distribution(logits, settings)
     index = torch.arange(width * children, device=logits.device).view(1, width, children)
     coins = uniform(settings.seed.view(-1, 1, 1), position.view(-1, 1, 1), CHILD, index)  # [B, w, k]
-    greedy = settings.temperature == 0 if settings.switches.any_greedy else None
+    greedy = settings.temperature == 0 if settings.flags.any_greedy else None
     tokens = sample_without_replacement(q, coins, greedy)
     return tokens.view(batch, width * children), q

@@ -225,6 +225,13 @@ def best_static(
     return TreeShape.static((-1, *(order.get(path[:-1], 0) for path in order)))
 
 
+def fixed_tree(tree: TreeShape) -> TreeShape:
+    """The tree itself, or for a dynamic one the static tree of its sizes: sampled drafts need a fixed one."""
+    if tree.kind != "dynamic":
+        return tree
+    return best_static(tree.depth, tree.top_k, tree.nodes)
+
+
 def _whole(name: str, value: int, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UsageError(

@@ -20,7 +20,7 @@ Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Opened:
+class LoadedGraphs:
     """The graphs of a bundle, loaded, and what was chosen to run them.
 
     `backend` is "onnxruntime", "tensorrt" or "tensorrt-rtx". `device` is "cpu" or that of the GPU, "cuda:0".
@@ -33,7 +33,7 @@ class Opened:
     precision: str
 
 
-def open_graphs(
+def load_graphs(
     bundle: Bundle,
     *,
     backend: str = "auto",
@@ -41,7 +41,7 @@ def open_graphs(
     threads: int = 0,
     with_draft: bool = True,
     log: Log | None = None,
-) -> Opened:
+) -> LoadedGraphs:
     """Loads the graphs of a bundle.
 
     backend: "auto" takes the TensorRT engines of the bundle, if some are for the GPU of this machine and
@@ -56,15 +56,15 @@ def open_graphs(
     log = log or (lambda _: None)
     names = graph_names(bundle, with_draft)
     if backend in MODULES:
-        return _open_engines(bundle, names, backend, need_gpu(backend))  # type: ignore[arg-type]
+        return _load_engines(bundle, names, backend, need_gpu(backend))  # type: ignore[arg-type]
     gpu = None if device == "cpu" else find_gpu()
     if backend == "auto" and gpu is not None:
         found = _usable_engines(bundle, names, gpu, log, device)
         if found is not None:
-            return _open_engines(bundle, names, found, gpu)
+            return _load_engines(bundle, names, found, gpu)
     if device == "cuda":
-        return _open_onnx(bundle, names, need_gpu("--device cuda"), threads)
-    return _open_onnx(bundle, names, None, threads)
+        return _load_onnx(bundle, names, need_gpu("the device cuda"), threads)
+    return _load_onnx(bundle, names, None, threads)
 
 
 def graph_names(bundle: Bundle, with_draft: bool) -> list[GraphName]:
@@ -79,16 +79,22 @@ def graph_names(bundle: Bundle, with_draft: bool) -> list[GraphName]:
 
 def _check(backend: str, device: str) -> None:
     if backend not in BACKENDS:
-        raise UsageError(f"unknown backend {backend!r}", hint=f"choose one of {', '.join(BACKENDS)}")
+        raise UsageError(
+            f"unknown backend {backend!r}",
+            hint=f"choose one of {', '.join(BACKENDS)}",
+            parameters=["backend"],
+        )
     if device not in DEVICES:
         raise UsageError(
             f"unknown device {device!r}",
             hint=f"choose one of {', '.join(DEVICES)}; CUDA_VISIBLE_DEVICES selects among several GPUs",
+            parameters=["device"],
         )
     if backend in MODULES and device == "cpu":
         raise UsageError(
-            f"{backend} runs on a GPU, not with --device cpu",
-            hint="leave out --device, or use --backend onnxruntime",
+            f"{backend} runs on a GPU, not on the device cpu",
+            hint="leave out the device, or use the backend onnxruntime",
+            parameters=["device", "backend"],
         )
 
 
@@ -96,7 +102,11 @@ def _usable_engines(
     bundle: Bundle, names: Sequence[GraphName], gpu: Gpu, log: Log, device: str
 ) -> BackendName | None:
     """The backend whose engines run here. Says why there is none, if the bundle has engines at all."""
-    instead = "ONNX Runtime on the GPU" if device == "cuda" else "the CPU (--device cuda: ONNX Runtime on it)"
+    instead = (
+        "ONNX Runtime on the GPU"
+        if device == "cuda"
+        else "the CPU (the device cuda would be ONNX Runtime on it)"
+    )
     engines = [artifact for artifact in bundle.artifacts("target") if artifact.backend in MODULES]
     why = ""
     for backend in MODULES:
@@ -119,7 +129,7 @@ def _usable_engines(
     elif device == "auto":
         log(
             f"note: {gpu.name} is not used, since {bundle.path.name} has no engines: "
-            f"{compile_command('tensorrt', gpu.capability)} makes them, --device cuda runs the ONNX graphs"
+            f"{compile_command('tensorrt', gpu.capability)} makes them; the device cuda runs the ONNX graphs"
         )
     return None
 
@@ -128,17 +138,17 @@ def _has(bundle: Bundle, name: GraphName, backend: str, capability: str) -> bool
     return any(a.backend == backend and a.runs_on(capability) for a in bundle.artifacts(name))
 
 
-def _open_engines(bundle: Bundle, names: Sequence[GraphName], backend: BackendName, gpu: Gpu) -> Opened:
+def _load_engines(bundle: Bundle, names: Sequence[GraphName], backend: BackendName, gpu: Gpu) -> LoadedGraphs:
     from eagle_run.backends.tensorrt import load_engines
 
     artifacts = [bundle.artifact(name, backend, gpu.capability) for name in names]
     library = find_library(backend)
     with on_stream(gpu.device):
         graphs = load_engines(library, [(bundle.file(artifact), artifact) for artifact in artifacts], gpu)
-    return Opened(graphs, backend, str(gpu.device), artifacts[0].precision)
+    return LoadedGraphs(graphs, backend, str(gpu.device), artifacts[0].precision)
 
 
-def _open_onnx(bundle: Bundle, names: Sequence[GraphName], gpu: Gpu | None, threads: int) -> Opened:
+def _load_onnx(bundle: Bundle, names: Sequence[GraphName], gpu: Gpu | None, threads: int) -> LoadedGraphs:
     from eagle_run.backends.onnxruntime import OnnxRuntimeGraph
 
     device = "cpu" if gpu is None else str(gpu.device)
@@ -157,7 +167,7 @@ def _open_onnx(bundle: Bundle, names: Sequence[GraphName], gpu: Gpu | None, thre
                 hint="build the bundle again with `eagle-export build ... --force`",
             )
         graphs[artifact.graph] = graph
-    return Opened(graphs, "onnxruntime", device, artifacts[0].precision)
+    return LoadedGraphs(graphs, "onnxruntime", device, artifacts[0].precision)
 
 
 def _has_bf16(artifact: Artifact) -> bool:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from eagle_run.backends.base import Graph, Run
+from eagle_run.backends.padding import padded_graph
 from eagle_run.backends.stream import on_stream
-from eagle_run.bundle.tensors import GraphSpec, TensorSpec
+from eagle_run.bundle.tensors import GraphSpec
 from eagle_run.decoding.drafting import TreeTables
 from eagle_run.decoding.sampling import SamplingTensors
 from eagle_run.decoding.tree import TreeShape
@@ -30,6 +31,24 @@ class Forward:
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
     run: Run
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities of a round's tokens under the target: P tokens a slot, K alternatives each.
+
+    chosen f32 [B, P] and rank i64 [B, P] (1: the likeliest) of the emitted tokens; top f32 [B, P, K] and
+    top_ids i64 [B, P, K] of the likeliest ones. What is behind a path's end means nothing.
+    """
+
+    chosen: Tensor
+    rank: Tensor
+    top: Tensor
+    top_ids: Tensor
+
+    @property
+    def alternatives(self) -> int:
+        return self.top.shape[2]
 
 
 @dataclass
@@ -48,8 +67,9 @@ class BatchState:
     pending_count: Tensor  # i64 [B]
     active: Tensor  # bool [B]; a finished slot computes on but neither grows nor emits
     limit: Tensor  # i64 [B]: with this many tokens in its cache a slot is finished
-    report: Tensor  # i64 [B, 1 + P]: of the last round, path length and emitted tokens: what the host reads
-    settings: SamplingTensors
+    emitted: Tensor  # i64 [B, 1 + P]: of the last round, path length and emitted tokens: what the host reads
+    sampling: SamplingTensors
+    logprobs: TokenLogprobs | None = None  # of the emitted tokens, where some request asks for them
 
     def retire(self, slot: int) -> None:
         """Ends a slot. It goes on computing, at the start of its caches, where it needs no room."""
@@ -96,10 +116,7 @@ class ModelRunner:
     slot: shapes of a prefill do not depend on the batch, nor its memory on the slot, and a prompt's rows are
     those that a batch of one would give. In a batch of one the staging caches are the caches.
 
-    `precision` of the graphs: in fp8 a target forward of one row a slot gets a second one beside it. Backends
-    have other kernels for a single row (in attention, whatever the batch), which sum in another order, and
-    rounding to FP8 makes such a last bit grow until plain decoding and a draft answer differently. With two
-    rows a slot, products agree bit for bit.
+    `precision` is that of the target graph, which decides how it must be padded (`PaddedGraph`).
     """
 
     def __init__(
@@ -112,8 +129,7 @@ class ModelRunner:
         precision: str = "fp32",
     ) -> None:
         self.precision = precision
-        self.min_rows = 2 if precision == "fp8" else 1
-        self.graphs = dict(graphs)
+        self.graphs = {**graphs, "target": padded_graph(graphs["target"], precision)}
         self.batch = batch
         self.device = torch.device(device)
         self.clock = Clock()
@@ -129,7 +145,6 @@ class ModelRunner:
             self.draft_cache = self._caches["draft"] = self._new_cache(graphs["draft"].spec, batch)
             self.draft_to_target = draft_to_target.to(self.device)
             _check_pair(graphs, len(draft_to_target))
-        self.runs = 0  # begun so far: only the last of them owns the caches (see `Slots`)
         self._staging: dict[str, Tensor] = {}
         self._buffers: dict[tuple[object, ...], Tensor] = {}
         self._forwards: dict[tuple[object, ...], Forward] = {}
@@ -153,7 +168,7 @@ class ModelRunner:
 
     @property
     def feature_size(self) -> int:
-        return int(_shape(self.graphs["target"].spec, "features")[-1])
+        return int(self.graphs["target"].spec.tensor("features").shape[-1])
 
     def target(self, rows: int, logit_rows: int, kv: int, *, staged: bool = False) -> Forward:
         """The target over `rows` tokens a slot, logits of `logit_rows` of them, attending to `kv` rows."""
@@ -188,10 +203,10 @@ class ModelRunner:
         forward.run()
         return forward.outputs["hidden"]
 
-    def new_state(self, path_rows: int, settings: SamplingTensors) -> BatchState:
+    def new_state(self, path_rows: int, sampling: SamplingTensors) -> BatchState:
         """An empty batch whose rounds emit at most `path_rows` tokens a slot."""
         batch, device = self.batch, self.device
-        dtype = DTYPES[_dtype(self.graphs["target"].spec, "features")].torch
+        dtype = DTYPES[self.graphs["target"].spec.tensor("features").dtype].torch
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -204,8 +219,18 @@ class ModelRunner:
             pending_count=zeros(batch),
             active=torch.ones(batch, dtype=torch.bool, device=device),
             limit=torch.full((batch,), self.cache_rows, device=device),
-            report=zeros(batch, 1 + path_rows),
-            settings=settings,
+            emitted=zeros(batch, 1 + path_rows),
+            sampling=sampling,
+        )
+
+    def new_logprobs(self, path_rows: int, alternatives: int) -> TokenLogprobs:
+        """Room for the log-probabilities of a round's tokens and of so many likeliest ones beside each."""
+        places, device = (self.batch, path_rows), self.device
+        return TokenLogprobs(
+            chosen=torch.zeros(places, device=device),
+            rank=torch.zeros(places, dtype=torch.int64, device=device),
+            top=torch.zeros(*places, alternatives, device=device),
+            top_ids=torch.zeros(*places, alternatives, dtype=torch.int64, device=device),
         )
 
     def _forward(self, name: str, staged: bool, rows: int, logit_rows: int, kv: int) -> Forward:
@@ -225,10 +250,6 @@ class ModelRunner:
 
     def _bind(self, name: str, cache: Tensor | None, sizes: dict[str, int], staged: bool) -> Forward:
         graph = self.graphs[name]
-        rows = sizes["T"]
-        alone = name == "target" and rows < self.min_rows
-        more = {"T": self.min_rows, "R": self.min_rows} if alone else {}
-        sizes = {**sizes, **more}
         tensors: dict[str, Tensor] = {}
         for spec in (*graph.spec.inputs, *graph.spec.outputs):
             if cache is not None and spec.name.startswith(("past_", "present_")):
@@ -239,19 +260,8 @@ class ModelRunner:
         run = graph.bind(tensors, shared=staged)
         if self.timed:
             run = self.clock.timed(name, run)
-        if alone:
-            tensors["tree_mask"][..., 0] = True  # a row that sees nothing would be NaN
-
-        def shown(specs: tuple[TensorSpec, ...]) -> dict[str, Tensor]:
-            """Without the row that was added."""
-            views = {spec.name: tensors[spec.name] for spec in specs}
-            for spec in specs if alone else ():
-                for axis, size in enumerate(spec.shape):
-                    if size in more:
-                        views[spec.name] = views[spec.name].narrow(axis, 0, rows)
-            return views
-
-        return Forward(shown(graph.spec.inputs), shown(graph.spec.outputs), run)
+        inputs = {spec.name: tensors[spec.name] for spec in graph.spec.inputs}
+        return Forward(inputs, {spec.name: tensors[spec.name] for spec in graph.spec.outputs}, run)
 
     def _buffer(self, graph: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Forwards that differ only in other axes share a buffer: only one forward runs at a time."""
@@ -262,10 +272,11 @@ class ModelRunner:
 
     def _new_cache(self, spec: GraphSpec, batch: int) -> Tensor:
         layers = sum(value.name.startswith("past_key.") for value in spec.inputs)
-        _, heads, rows, width = _shape(spec, "past_key.0")
+        past = spec.tensor("past_key.0")
+        _, heads, rows, width = past.shape
         shape = (layers, 2, batch, int(heads), int(rows), int(width))
         with on_stream(self.device):
-            return torch.zeros(shape, dtype=DTYPES[_dtype(spec, "past_key.0")].torch, device=self.device)
+            return torch.zeros(shape, dtype=DTYPES[past.dtype].torch, device=self.device)
 
 
 def _layer(cache: Tensor, name: str) -> Tensor:
@@ -274,27 +285,16 @@ def _layer(cache: Tensor, name: str) -> Tensor:
     return cache[int(layer), int(kind.endswith("value"))]
 
 
-def _shape(spec: GraphSpec, name: str) -> tuple[int | str, ...]:
-    return next(value.shape for value in (*spec.inputs, *spec.outputs) if value.name == name)
-
-
-def _dtype(spec: GraphSpec, name: str) -> str:
-    return next(value.dtype for value in (*spec.inputs, *spec.outputs) if value.name == name)
-
-
 def _check_pair(graphs: Mapping[str, Graph], draft_vocab: int) -> None:
     """The graphs of one bundle fit by construction; graphs put together by hand may not."""
-    features = _shape(graphs["target"].spec, "features")[-1]
-    wanted_from, wanted = (
-        ("fuse", _shape(graphs["fuse"].spec, "features")[-1])
-        if "fuse" in graphs
-        else ("draft", _shape(graphs["draft"].spec, "hidden")[-1])
-    )
-    if features != wanted:
+    features = graphs["target"].spec.tensor("features").shape[-1]
+    consumer, tensor = ("fuse", "features") if "fuse" in graphs else ("draft", "hidden")
+    taken = graphs[consumer].spec.tensor(tensor).shape[-1]
+    if features != taken:
         raise EagleError(
-            f"the target gives features of width {features}, but the {wanted_from} graph takes {wanted}",
+            f"the target gives features of width {features}, but the {consumer} graph takes {taken}",
             hint="export the target with the feature layers of this head",
         )
-    logits = _shape(graphs["draft"].spec, "logits")[-1]
+    logits = graphs["draft"].spec.tensor("logits").shape[-1]
     if logits != draft_vocab:
         raise EagleError(f"the draft has {logits} logits, but its vocabulary map has {draft_vocab} entries")

@@ -7,58 +7,65 @@ after them, at position n; the draft cache holds n pairs but for the pending one
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from eagle_run.decoding.acceptance import AcceptedPath, rejection_sampling, target_sampling
+from eagle_run.decoding.config import AcceptanceRule, SpeculativeConfig
 from eagle_run.decoding.drafting import TreeBuilder, TreePlan, expand, start
 from eagle_run.decoding.sampling import sample_children
 from eagle_run.decoding.tree import Level, TreeShape
-from eagle_run.engine.model_runner import BatchState, Forward, ModelRunner
+from eagle_run.engine.model_runner import BatchState, Forward, ModelRunner, TokenLogprobs
 from eagle_run.engine.prefill import fill
 
-
-def step(
-    runner: ModelRunner, state: BatchState, shape: TreeShape, *, kv: int, rule: str = "topk"
-) -> AcceptedPath:
-    """Runs one round for all slots and returns the accepted path; `state` and the caches move on with it.
-
-    `kv` is the attended width of the caches: at least the longest slot's n + `shape.cache_rows`.
-    `rule` is "topk" or "sampled" (see `accept`).
-    """
-    return observed_step(runner, state, shape, kv=kv, rule=rule)[2]
+_ACCEPTANCE = {AcceptanceRule.TOPK: target_sampling, AcceptanceRule.SAMPLED: rejection_sampling}
 
 
-def observed_step(
-    runner: ModelRunner, state: BatchState, shape: TreeShape, *, kv: int, rule: str = "topk"
-) -> tuple[TreePlan, Forward, AcceptedPath]:
-    """`step`, for those who want to see the tree and what the target said of it beside the path.
+@dataclass(frozen=True)
+class RoundResult:
+    """What a round did: the tree, the target's forward over it, and the accepted path.
 
     The forward's outputs are buffers: the next round overwrites them.
     """
-    plan = draft(runner, state, shape, kv=kv, rule=rule)
-    seen = verify(runner, state, plan, kv=kv)
-    path = accept(state, plan, seen, rule=rule)
-    commit(runner, state, shape, path, seen)
-    return plan, seen, path
+
+    plan: TreePlan
+    verified: Forward
+    path: AcceptedPath
 
 
-def draft(runner: ModelRunner, state: BatchState, shape: TreeShape, *, kv: int, rule: str) -> TreePlan:
+def run_round(
+    runner: ModelRunner, state: BatchState, speculative: SpeculativeConfig, *, kv: int
+) -> RoundResult:
+    """Runs one round for all slots; `state` and the caches move on with it.
+
+    `kv` is the attended width of the caches: at least the longest slot's n + `tree.cache_rows`.
+    """
+    plan = draft(runner, state, speculative, kv=kv)
+    verified = verify(runner, state, plan, kv=kv)
+    path = accept(state, plan, verified, speculative.acceptance)
+    commit(runner, state, speculative.tree, path, verified)
+    return RoundResult(plan, verified, path)
+
+
+def draft(runner: ModelRunner, state: BatchState, speculative: SpeculativeConfig, *, kv: int) -> TreePlan:
     """Grows a tree below the root, level by level (EAGLE-2 §4.1; the first level is the primed pair's)."""
-    grow = start(runner.tables(shape), state.root, runner.draft_to_target)
-    if not shape.levels:
-        return grow.plan()
+    tree = speculative.tree
+    builder = start(runner.tables(tree), state.root, runner.draft_to_target)
+    if not tree.levels:
+        return builder.plan()
     logits, hidden = _prime(runner, state, kv)  # [B, 1, Vd], [B, 1, Hd]
-    for level in shape.levels:
+    for level in tree.levels:
         if level.depth > 1:
-            logits, hidden = _extend(runner, state, grow, level, hidden, kv=kv)  # [B, w, Vd], [B, w, Hd]
-        if rule == "sampled":
-            tokens, q = sample_children(logits, level.children, state.settings, state.length + level.depth)
-            grow = grow.add(tokens, q=q)
+            logits, hidden = _extend(runner, state, builder, level, hidden, kv=kv)  # [B, w, Vd], [B, w, Hd]
+        if speculative.acceptance is AcceptanceRule.SAMPLED:
+            tokens, q = sample_children(logits, level.children, state.sampling, state.length + level.depth)
+            builder = builder.add(tokens, q=q)
         else:
             logq = torch.log_softmax(logits, -1)
-            grow = grow.add(*expand(logq, grow.frontier.scores, level.children))
-    return grow.plan()
+            builder = builder.add(*expand(logq, builder.frontier.scores, level.children))
+    return builder.plan()
 
 
 def verify(runner: ModelRunner, state: BatchState, plan: TreePlan, *, kv: int) -> Forward:
@@ -72,34 +79,33 @@ def verify(runner: ModelRunner, state: BatchState, plan: TreePlan, *, kv: int) -
         write_index=state.length,
         logits_index=torch.arange(nodes, device=runner.device).expand(runner.batch, -1),
     )
-    show(forward.inputs["tree_mask"], state.length, plan.mask)
+    fill_mask(forward.inputs["tree_mask"], state.length, plan.mask)
     forward.run()
     return forward
 
 
-def accept(state: BatchState, plan: TreePlan, seen: Forward, *, rule: str) -> AcceptedPath:
+def accept(state: BatchState, plan: TreePlan, verified: Forward, rule: AcceptanceRule) -> AcceptedPath:
     """How far down the tree the target's own choice goes, and the token that follows."""
-    rules = {"topk": target_sampling, "sampled": rejection_sampling}
-    return rules[rule](plan, seen.outputs["logits"], state.settings, state.length)
+    return _ACCEPTANCE[rule](plan, verified.outputs["logits"], state.sampling, state.length)
 
 
 def commit(
-    runner: ModelRunner, state: BatchState, shape: TreeShape, path: AcceptedPath, seen: Forward
+    runner: ModelRunner, state: BatchState, tree: TreeShape, path: AcceptedPath, verified: Forward
 ) -> None:
     """Makes the path the new end of the sequence: KV rows into place, pairs for the next prime, new root."""
-    if shape.kind in ("dynamic", "static"):  # a chain's accepted rows are in place already
+    if tree.kind in ("dynamic", "static"):  # a chain's accepted rows are in place already
         _compact(runner.target_cache, state.length, path.nodes)
-    grown = torch.where(state.active, path.length, 0)  # [B]
-    state.length += grown
+    accepted = torch.where(state.active, path.length, 0)  # [B]
+    state.length += accepted
     state.root.copy_(torch.where(state.active, path.root, state.root))
     if runner.has_draft:
-        features = seen.outputs["features"]  # [B, N, n*H]
-        picked = features.gather(1, path.nodes[:, :, None].expand(-1, -1, features.shape[2]))
         rows = path.nodes.shape[1]
-        state.pending_features[:, :rows] = picked
+        state.pending_features[:, :rows] = _rows(verified.outputs["features"], path.nodes)  # [B, P, n*H]
         state.pending_tokens[:, :rows] = path.tokens
-        state.pending_count.copy_(grown)
-    torch.cat((path.length[:, None], path.tokens), 1, out=state.report)
+        state.pending_count.copy_(accepted)
+    torch.cat((path.length[:, None], path.tokens), 1, out=state.emitted)
+    if state.logprobs is not None:
+        _write_logprobs(state.logprobs, _rows(verified.outputs["logits"], path.nodes), path.tokens)
 
 
 def _prime(runner: ModelRunner, state: BatchState, kv: int) -> tuple[Tensor, Tensor]:
@@ -117,16 +123,16 @@ def _prime(runner: ModelRunner, state: BatchState, kv: int) -> tuple[Tensor, Ten
         write_index=pairs,
         logits_index=last,
     )
-    show(forward.inputs["tree_mask"], pairs, (row <= row[:, None]).expand(runner.batch, -1, -1))
+    fill_mask(forward.inputs["tree_mask"], pairs, (row <= row[:, None]).expand(runner.batch, -1, -1))
     forward.run()
     return forward.outputs["logits"], _rows(forward.outputs["hidden_out"], last)
 
 
 def _extend(
-    runner: ModelRunner, state: BatchState, grow: TreeBuilder, level: Level, hidden: Tensor, *, kv: int
+    runner: ModelRunner, state: BatchState, builder: TreeBuilder, level: Level, hidden: Tensor, *, kv: int
 ) -> tuple[Tensor, Tensor]:
     """Forwards a level's frontier; its rows see all pairs and their own ancestors."""
-    frontier = grow.frontier
+    frontier = builder.frontier
     forward = runner.draft(level.width, level.width, kv)
     position = state.length[:, None] + (level.depth - 2)  # a pair sits one before its token
     fill(
@@ -137,20 +143,33 @@ def _extend(
         write_index=state.length + level.offset,
         logits_index=torch.arange(level.width, device=runner.device).expand(runner.batch, -1),
     )
-    show(forward.inputs["tree_mask"], state.length, frontier.mask)
+    fill_mask(forward.inputs["tree_mask"], state.length, frontier.mask)
     forward.run()
     return forward.outputs["logits"], forward.outputs["hidden_out"]
 
 
-def show(mask: Tensor, prefix: Tensor, block: Tensor) -> None:
-    """Fills `mask`: every row sees the first `prefix` rows of the cache and, beside them, what `block` says.
+def fill_mask(mask: Tensor, prefix: Tensor, block: Tensor) -> None:
+    """Every row sees the first `prefix` rows of the cache and, beside them, what `block` says.
 
     mask bool [B, 1, T, KV], prefix i64[B], block bool [B, T, W]; prefix + W must not pass KV.
     """
     prefix = prefix[:, None, None]
     mask[:, 0] = torch.arange(mask.shape[3], device=mask.device) < prefix
-    place = prefix + torch.arange(block.shape[2], device=mask.device)  # [B, 1, W]
-    mask[:, 0].scatter_(2, place.expand_as(block), block)
+    columns = prefix + torch.arange(block.shape[2], device=mask.device)  # [B, 1, W]
+    mask[:, 0].scatter_(2, columns.expand_as(block), block)
+
+
+def _write_logprobs(logprobs: TokenLogprobs, logits: Tensor, tokens: Tensor) -> None:
+    """logits [B, P, V] of the rows that decided the tokens i64 [B, P]."""
+    logp = torch.log_softmax(logits.float(), -1)
+    chosen = logp.gather(2, tokens[:, :, None])
+    places = slice(tokens.shape[1])
+    logprobs.chosen[:, places] = chosen[:, :, 0]
+    logprobs.rank[:, places] = 1 + (logp > chosen).sum(-1)
+    if logprobs.alternatives:
+        top = logp.topk(logprobs.alternatives, dim=-1)
+        logprobs.top[:, places] = top.values
+        logprobs.top_ids[:, places] = top.indices
 
 
 def _rows(values: Tensor, index: Tensor) -> Tensor:
@@ -168,5 +187,5 @@ def _compact(cache: Tensor, length: Tensor, nodes: Tensor) -> None:
     shape = (layers, 2, batch, heads, nodes.shape[1], width)
     source = (length[:, None] + nodes)[None, None, :, None, :, None].expand(shape)
     steps = torch.arange(nodes.shape[1], device=nodes.device)
-    place = (length[:, None] + steps)[None, None, :, None, :, None].expand(shape)
-    cache.scatter_(4, place, cache.gather(4, source))
+    target = (length[:, None] + steps)[None, None, :, None, :, None].expand(shape)
+    cache.scatter_(4, target, cache.gather(4, source))

@@ -1,4 +1,4 @@
-"""Pure part of `--tree auto`: a tree's speed from forward times and a wide tree's accepted paths."""
+"""Pure part of the tree "auto": a tree's speed from forward times and a wide tree's accepted paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a forward of each graph takes, by its rows: what `--tree auto` predicts from."""
+"""How long a forward of each graph takes, by its rows: what the tree "auto" predicts from."""
 
 from __future__ import annotations
 

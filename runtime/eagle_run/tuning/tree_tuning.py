@@ -1,4 +1,4 @@
-"""--tree auto: the tree that decodes fastest here, by measurement, and never one that loses to none.
+"""The tree "auto": the tree that decodes fastest here, by measurement, and never one that loses to none.
 
 What pays depends on how a forward's cost grows with its rows (almost flat on a GPU, steep on a few CPU cores)
 and on how often the head is right. So: time forwards of several sizes; decode a little with a wide tree and
@@ -13,21 +13,23 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 from eagle_run.backends.environment import environment
 from eagle_run.backends.stream import on_stream
 from eagle_run.bundle.hashing import cache_dir, write_cache
-from eagle_run.decoding.sampling import SamplingParams, stack
+from eagle_run.decoding.config import PLAIN, AcceptanceRule, SpeculativeConfig
+from eagle_run.decoding.sampling import stack
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.decoding.tree_spec import describe, parse_spec, spec_of
-from eagle_run.engine.opening import Decoded, Engine, one_torch_thread
+from eagle_run.engine.engine import Engine, one_torch_thread
+from eagle_run.engine.offline import OfflineRequest, OfflineRun, run_offline
 from eagle_run.engine.prefill import kv_bucket, prefill
-from eagle_run.engine.request import Request
-from eagle_run.engine.round import observed_step
+from eagle_run.engine.round import run_round
 from eagle_run.errors import EagleError
+from eagle_run.params import SamplingParams
 from eagle_run.tuning.cost_model import Costs, decide, dynamic_like, interpolate, rank_paths, shortlist
 from eagle_run.tuning.forward_time import forward_seconds, fuse_seconds
 
@@ -52,8 +54,8 @@ class Choice:
 def auto_tree(
     engine: Engine,
     *,
-    sampling: SamplingParams | None = None,
-    rule: str = "topk",
+    params: SamplingParams,
+    acceptance: AcceptanceRule = AcceptanceRule.TOPK,
     retune: bool = False,
     log: Callable[[str], None] = lambda _: None,
 ) -> Choice:
@@ -61,30 +63,35 @@ def auto_tree(
 
     `log` gets one line on what was picked and why. The memory is trees.json in the user's cache folder.
     """
-    if engine.tree is None:
+    if engine.default_tree is None:
         return Choice(TreeShape.plain(), 1.0, "the bundle has no draft head")
-    sampling = sampling or SamplingParams()
-    key = _key(engine, sampling, rule)
+    key = _key(engine, params, acceptance)
     choice = None if retune else _recall(key)
     if choice is None:
         log("tree auto: measuring, about 15 seconds, once for this bundle and machine")
-        choice = tune(engine, sampling=sampling, rule=rule)
+        choice = tune(engine, params=params, acceptance=acceptance)
         _remember(key, choice)
-    log(f"tree auto: {describe(choice.tree)}: {choice.reason} (--tree {spec_of(choice.tree)})")
+    log(f"tree auto: {describe(choice.tree)}: {choice.reason} ({spec_of(choice.tree)})")
     return choice
 
 
-def tune(engine: Engine, *, sampling: SamplingParams, rule: str = "topk", seconds: float = 15.0) -> Choice:
+def tune(
+    engine: Engine,
+    *,
+    params: SamplingParams,
+    acceptance: AcceptanceRule = AcceptanceRule.TOPK,
+    seconds: float = 15.0,
+) -> Choice:
     """Measures and picks. `seconds` is what it aims at; a slow model takes longer, in shorter runs."""
     start = time.perf_counter()
-    requests = _requests(engine, sampling)
+    requests = _requests(engine, params)
     if not requests:
         return Choice(TreeShape.plain(), 1.0, "the context is too short to measure in")
     with one_torch_thread():
-        entrants = _entrants(engine, requests, rule, seconds)
+        entrants = _entrants(engine, requests, acceptance, seconds)
         if not entrants:
             return Choice(TreeShape.plain(), 1.0, "the caches have no room to measure a tree in")
-        ratios = _heats(engine, entrants, requests, rule, seconds)
+        ratios = _heats(engine, entrants, requests, acceptance, seconds)
     tree, speedup = decide(ratios)
     spent = f"measured in {time.perf_counter() - start:.0f} s"
     if tree.kind == "plain":
@@ -93,25 +100,31 @@ def tune(engine: Engine, *, sampling: SamplingParams, rule: str = "topk", second
     return Choice(tree, round(speedup, 4), f"{speedup:.2f}x plain decoding; {spent}")
 
 
-def _requests(engine: Engine, sampling: SamplingParams) -> list[list[Request]]:
+def _requests(engine: Engine, params: SamplingParams) -> list[list[OfflineRequest]]:
     """What is decoded while measuring: `batch` requests each, the built-in prompts in turn."""
-    made = [engine.request(prompt, sampling=sampling) for prompt in _PROMPTS]
-    room = engine.decoder.max_seq_len // 2  # what a prompt may take of a short context
-    made = [request for request in made if len(request.prompt) <= room]
-    return [[made[(i + slot) % len(made)] for slot in range(engine.batch)] for i in range(len(made))]
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None  # a bundle has one
+    params = replace(params, n=1, max_tokens=256)
+    prompts = [tuple(tokenizer.encode_prompt(prompt)) for prompt in _PROMPTS]
+    room = engine.limits.max_seq_len // 2  # what a prompt may take of a short context
+    made = [OfflineRequest(prompt, params) for prompt in prompts if len(prompt) <= room]
+    batch = engine.runner.batch
+    return [[made[(i + slot) % len(made)] for slot in range(batch)] for i in range(len(made))]
 
 
-def _entrants(engine: Engine, requests: list[list[Request]], rule: str, seconds: float) -> list[TreeShape]:
+def _entrants(
+    engine: Engine, requests: list[list[OfflineRequest]], acceptance: AcceptanceRule, seconds: float
+) -> list[TreeShape]:
     """Trees worth running: the two best predicted, a dynamic one of the best's size, the bundle's own.
 
     Empty when not one round of a tree could be measured.
     """
-    runner = engine.decoder.runner
-    room = runner.cache_rows - engine.decoder.max_seq_len  # what a round may write behind any sequence
-    most = min(engine.bundle.manifest.limits.max_tree_nodes, room)
+    runner = engine.runner
+    room = runner.cache_rows - engine.limits.max_seq_len  # what a round may write behind any sequence
+    most = min(engine.limits.max_tree_nodes or room, room)
     if most < 2:
         return []
-    capture = engine.decoder.rounds.enabled
+    capture = engine.cuda_graphs.enabled
     target, drafting = (
         forward_seconds(runner, graph, most, capture=capture) for graph in ("target", "draft")
     )
@@ -119,18 +132,17 @@ def _entrants(engine: Engine, requests: list[list[Request]], rule: str, seconds:
     paths, glue = _survey(engine, requests, wide, seconds / 4)
     if not paths:
         return []
-    short = [replace(request, max_new_tokens=8) for request in requests[0]]
-    plain = engine.decode(short, TreeShape.plain())
-    plain_glue = median(time.glue if runner.timed else 0.0 for time in plain.rounds)
+    plain = run_offline(engine, [request.shortened(8) for request in requests[0]], PLAIN)
+    plain_glue = median(time.glue if runner.timed else 0.0 for time in plain.round_times)
     per_level = max(median(glue) - plain_glue, 0) / len(wide.levels)
     costs = Costs(target, drafting, (plain_glue, per_level), fuse_seconds(runner, capture=capture))
     found = shortlist(costs, paths, seen=wide, max_nodes=most, keep=2)
-    if rule == "topk":
+    if acceptance is AcceptanceRule.TOPK:
         best = found[0]
         if best.depth > 1:
             found.append(dynamic_like(best))
-        assert engine.tree is not None  # `auto_tree` has seen to that
-        found.append(engine.tree)
+        assert engine.default_tree is not None  # `auto_tree` has seen to that
+        found.append(engine.default_tree)
     return [shape for shape in dict.fromkeys(found) if shape.cache_rows <= room]
 
 
@@ -148,14 +160,14 @@ def _wide_tree(target: Mapping[int, float], max_nodes: int) -> TreeShape:
 
 
 def _survey(
-    engine: Engine, requests: list[list[Request]], shape: TreeShape, seconds: float
+    engine: Engine, requests: list[list[OfflineRequest]], shape: TreeShape, seconds: float
 ) -> tuple[list[tuple[int, ...]], list[float]]:
     """(ranks of every accepted path, seconds of every round outside the graphs) with the wide tree.
 
     Both are empty when the caches have no room for a round. On a GPU rounds are captured when it counts, and
     what lies between their graphs is small: it is taken for nothing.
     """
-    runner, limit = engine.decoder.runner, time.perf_counter() + seconds
+    runner, limit = engine.runner, time.perf_counter() + seconds
     paths: list[tuple[int, ...]] = []
     glue: list[float] = []
     for number, group in enumerate(itertools.cycle(requests), start=1):
@@ -168,32 +180,39 @@ def _survey(
 
 def _survey_group(
     engine: Engine,
-    group: list[Request],
+    group: list[OfflineRequest],
     shape: TreeShape,
     paths: list[tuple[int, ...]],
     glue: list[float],
 ) -> None:
     """A few rounds of one request a slot; adds to `paths` and `glue`."""
-    runner = engine.decoder.runner
-    state = runner.new_state(shape.depth + 1, stack([r.sampling for r in group], runner.device))
+    runner = engine.runner
+    state = runner.new_state(shape.depth + 1, stack([request.params for request in group], runner.device))
     for slot, request in enumerate(group):
-        prefill(runner, state, slot, request.prompt, chunk=engine.decoder.chunk)
+        prefill(runner, state, slot, request.prompt_token_ids, chunk=engine.limits.prefill_chunk)
     for _ in range(12):
         longest = int(state.length.max())
         rows = longest + shape.cache_rows
-        if longest >= engine.decoder.max_seq_len or rows > runner.cache_rows:
+        if longest >= engine.limits.max_seq_len or rows > runner.cache_rows:
             break
         runner.clock.reset()
         start = time.perf_counter()
-        plan, _, path = observed_step(runner, state, shape, kv=kv_bucket(rows, runner.cache_rows))
-        ends = path.nodes[:, -1].tolist()
+        kv = kv_bucket(rows, runner.cache_rows)
+        result = run_round(runner, state, SpeculativeConfig(shape), kv=kv)
+        ends = result.path.nodes[:, -1].tolist()
         spent = time.perf_counter() - start - sum(runner.clock.seconds.values())
         glue.append(spent if runner.timed else 0.0)
-        paths += [rank_paths(table)[end] for table, end in zip(plan.parents.tolist(), ends, strict=True)]
+        paths += [
+            rank_paths(table)[end] for table, end in zip(result.plan.parents.tolist(), ends, strict=True)
+        ]
 
 
 def _heats(
-    engine: Engine, shapes: list[TreeShape], requests: list[list[Request]], rule: str, seconds: float
+    engine: Engine,
+    shapes: list[TreeShape],
+    requests: list[list[OfflineRequest]],
+    acceptance: AcceptanceRule,
+    seconds: float,
 ) -> dict[TreeShape, list[float]]:
     """Rates over plain decoding's, per heat. All run each prompt in turn; the slower drop out.
 
@@ -207,9 +226,12 @@ def _heats(
             break
         running = [TreeShape.plain(), *ratios]
         running = running[heat % len(running) :] + running[: heat % len(running)]
-        short = [replace(request, max_new_tokens=tokens) for request in group]
+        short = [request.shortened(tokens) for request in group]
         start = time.perf_counter()
-        rates = {shape: _rate(engine.decode(short, shape, rule=rule)) for shape in running}
+        rates = {
+            shape: _rate(run_offline(engine, short, SpeculativeConfig(shape, acceptance)))
+            for shape in running
+        }
         spent = (time.perf_counter() - start) / len(running)
         for shape, values in ratios.items():
             values.append(rates[shape] / rates[TreeShape.plain()])
@@ -221,21 +243,22 @@ def _heats(
     return ratios
 
 
-def _rate(decoded: Decoded) -> float:
+def _rate(run: OfflineRun) -> float:
     """Tokens per second of the median round: one that something else disturbed does not count."""
-    seconds = median(time.total for time in decoded.rounds)
-    return decoded.stats.tokens_per_round / seconds
+    seconds = median(time.total for time in run.round_times)
+    return run.metrics.tokens_per_round / seconds
 
 
-def _key(engine: Engine, sampling: SamplingParams, rule: str) -> str:
+def _key(engine: Engine, params: SamplingParams, acceptance: AcceptanceRule) -> str:
     """Everything that the choice may depend on, hashed."""
+    assert engine.bundle is not None  # or there is no tree to choose
     manifest = engine.bundle.manifest
     facts = {
         "files": sorted(entry.sha256 for artifact in manifest.artifacts for entry in artifact.files),
         "tree": manifest.tree.model_dump() if manifest.tree else None,
-        "engine": [engine.backend, engine.device, engine.batch, engine.decoder.rounds.enabled],
-        "sampling": asdict(replace(sampling, seed=0)),
-        "rule": rule,
+        "engine": [engine.backend, engine.device, engine.runner.batch, engine.cuda_graphs.enabled],
+        "sampling": [params.temperature, params.filter_k, params.top_p, params.min_p],
+        "acceptance": str(acceptance),
         "machine": environment(engine.threads),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -12,7 +12,7 @@ from support.datamaker import Cli, shard_bytes
 from eagle_export.data import converse
 from eagle_export.data.conversations import Prompt
 from eagle_export.data.converse import Harvest, Host
-from eagle_export.data.generator import Generator, Place, open_generator
+from eagle_export.data.generator import Generator, GeneratorOptions, open_generator
 from eagle_export.data.openings import Openings
 from eagle_export.data.quality import until_loop
 from eagle_export.data.settings import DataSettings
@@ -32,7 +32,7 @@ def never() -> Callable[[int], bool]:
 
 
 def long_generator(target: Path, batch: int) -> Generator:
-    return open_generator(str(target), Place("cpu", "fp32", batch), LENGTH, lambda _: None)
+    return open_generator(str(target), GeneratorOptions("cpu", "fp32", batch), LENGTH, lambda _: None)
 
 
 def harvest_of(generator: Generator, loops: str) -> tuple[Harvest, int]:

@@ -12,7 +12,7 @@ import pytest
 
 import eagle_run.engine.graph_loading
 from eagle_export.data.conversation import around_turn
-from eagle_export.data.generator import Place, load_text, open_generator
+from eagle_export.data.generator import GeneratorOptions, load_text, open_generator
 from eagle_export.data.openings import read_openings
 from eagle_export.data.settings import DataSettings
 from eagle_export.data.shards import read_data
@@ -30,12 +30,12 @@ def test_what_is_for_self_play_alone(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("place", "length", "message"),
     [
-        (Place(precision="fp32"), 64, "a bundle has its precision"),
-        (Place(), 100_000, "--max-seq-len 100000 passes the"),
+        (GeneratorOptions(precision="fp32"), 64, "a bundle has its precision"),
+        (GeneratorOptions(), 100_000, "--max-seq-len 100000 passes the"),
     ],
     ids=["precision", "length"],
 )
-def test_what_a_bundle_cannot(place: Place, length: int, message: str, tiny_bundle: Path) -> None:
+def test_what_a_bundle_cannot(place: GeneratorOptions, length: int, message: str, tiny_bundle: Path) -> None:
     with pytest.raises(UsageError, match=message):
         open_generator(str(tiny_bundle), place, length, lambda _: None)
 
@@ -45,7 +45,7 @@ def test_engines_have_a_largest_batch(tiny_bundle: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(eagle_run.engine.graph_loading, "open_graphs", lambda *_, **__: opened)
     most = load_bundle(tiny_bundle).manifest.limits.max_batch
     with pytest.raises(UsageError, match=f"--batch {most + 1} passes the {most} that the engines"):
-        open_generator(str(tiny_bundle), Place(batch=most + 1), 64, lambda _: None)
+        open_generator(str(tiny_bundle), GeneratorOptions(batch=most + 1), 64, lambda _: None)
 
 
 def test_a_bundle_that_is_replaced_while_it_is_opened(
@@ -61,7 +61,7 @@ def test_a_bundle_that_is_replaced_while_it_is_opened(
 
     monkeypatch.setattr(eagle_run.engine.graph_loading, "open_graphs", replaced)
     with pytest.raises(EagleError, match="was replaced while it was read"):
-        open_generator(str(bundle), Place(), 64, lambda _: None)
+        open_generator(str(bundle), GeneratorOptions(), 64, lambda _: None)
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from eagle_run.backends.stream import on_stream
 from eagle_run.decoding.rng import TOKEN, uniform
-from eagle_run.decoding.sampling import SamplingParams, distribution, stack, to_weights
+from eagle_run.decoding.sampling import distribution, stack, to_weights
+from eagle_run.engine.engine import Engine
 from eagle_run.engine.model_runner import ModelRunner
+from eagle_run.engine.offline import OfflineRequest
 from eagle_run.engine.prefill import fill, kv_bucket, prefill
-from eagle_run.engine.request import Request
+from eagle_run.params import SamplingParams
 
 # By precision, of logits at temperature 0 and of probability above it. Seen so far: 0.03 and 0.003 in fp16;
 # in fp8 0.2 and 0.07, against a single row.
@@ -52,27 +54,30 @@ class Mismatch:
 
 
 def find_mismatch(
-    runner: ModelRunner, request: Request, plain: Sequence[int], speculative: Sequence[int], *, chunk: int
+    engine: Engine, request: OfflineRequest, plain: Sequence[int], speculative: Sequence[int]
 ) -> Mismatch | None:
-    """Compares two answers to `request`; where they differ, plain decoding's logits are computed again."""
+    """Compares two answers to `request`; where they differ, plain decoding's logits are computed again.
+
+    The engine must be idle: its caches are used.
+    """
+    runner, chunk = engine.runner, engine.limits.prefill_chunk
     pairs = enumerate(zip_longest(plain, speculative))
-    found = next(((i, pair) for i, pair in pairs if pair[0] != pair[1]), None)
-    if found is None:
+    difference = next(((i, pair) for i, pair in pairs if pair[0] != pair[1]), None)
+    if difference is None:
         return None
-    position, (a, b) = found
+    position, (a, b) = difference
     if a is None or b is None:
         return Mismatch(position, a, b, None, tie=False)
-    prefix = (*request.prompt, *plain[:position])
+    prefix = (*request.prompt_token_ids, *plain[:position])
     with on_stream(runner.device):
-        gap = _gap(next_logits(runner, prefix, chunk=chunk), (a, b), request.sampling, len(prefix))
-    widest = TIES[runner.precision][request.sampling.temperature > 0]
+        gap = _gap(next_logits(runner, prefix, chunk=chunk), (a, b), request.params, len(prefix))
+    widest = TIES[runner.precision][request.params.temperature > 0]
     return Mismatch(position, a, b, gap, tie=gap <= widest)
 
 
 def next_logits(runner: ModelRunner, tokens: Sequence[int], *, chunk: int) -> Tensor:
     """f32 [V]: the target's logits after `tokens`, by a prefill and a forward over the last token alone."""
-    runner.runs += 1  # the caches are no longer those of a run that may be going on
-    state = runner.new_state(1, stack([SamplingParams()] * runner.batch, runner.device))
+    state = runner.new_state(1, stack([SamplingParams(temperature=0)] * runner.batch, runner.device))
     prefill(runner, state, 0, tokens, chunk=chunk)
     kv = kv_bucket(len(tokens), runner.cache_rows)
     target = runner.target(1, 1, kv)
@@ -89,11 +94,11 @@ def next_logits(runner: ModelRunner, tokens: Sequence[int], *, chunk: int) -> Te
     return target.outputs["logits"][0, 0].float().clone()
 
 
-def _gap(logits: Tensor, tokens: tuple[int, int], sampling: SamplingParams, position: int) -> float:
+def _gap(logits: Tensor, tokens: tuple[int, int], params: SamplingParams, position: int) -> float:
     """How much the choice at `position` (absolute) would have to move to give the less likely of `tokens`."""
-    if sampling.temperature == 0:
+    if params.temperature == 0:
         return float(logits.max() - logits[list(tokens)].min())
-    settings = stack([sampling], logits.device)
+    settings = stack([params], logits.device)
     weights = to_weights(distribution(logits[None], settings))[0]  # i64 [V]
     cdf = weights.cumsum(0).double() / weights.sum()  # as in sampling.draw
     coin = uniform(settings.seed, position, TOKEN)[0]
