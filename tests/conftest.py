@@ -60,12 +60,12 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     """A machine with a GPU of capability 8.9, TensorRT and TensorRT-RTX, all of them stand-ins."""
     from support.trtdouble import World, double_gpu, make_library
 
-    from eagle_run.engine import graph_loading as open_graphs
+    from eagle_run.engine import graph_loading as load_graphs
 
     world = World()
-    monkeypatch.setattr(open_graphs, "find_gpu", lambda: double_gpu(world.capability))
-    monkeypatch.setattr(open_graphs, "need_gpu", lambda _: double_gpu(world.capability))
-    monkeypatch.setattr(open_graphs, "find_library", lambda backend: make_library(world, backend))
+    monkeypatch.setattr(load_graphs, "find_gpu", lambda: double_gpu(world.capability))
+    monkeypatch.setattr(load_graphs, "need_gpu", lambda _: double_gpu(world.capability))
+    monkeypatch.setattr(load_graphs, "find_library", lambda backend: make_library(world, backend))
     return world
 
 

@@ -162,14 +162,14 @@ def data(target: str, out: Path, as_json: bool, threads: int, **options: Any) ->
     from eagle_export.progress import Report
 
     device, precision, batch = (options.pop(name) for name in ("device", "precision", "batch"))
-    place = GeneratorOptions(device, precision or "", batch, threads)
+    generator_options = GeneratorOptions(device, precision or "", batch, threads)
     options["temperatures"] = parse_temperatures(options.pop("temperature"))
     options["self_play"] = options["self_play"] or 0
     settings = DataSettings(**options)
     settings.check()
     use_threads(threads)
     try:
-        made = make_data(target, settings, place, out, Report())
+        made = make_data(target, settings, generator_options, out, Report())
     except KeyboardInterrupt:
         said = f"interrupted; finished shards are in {out}, run the same command to go on"
         raise click.Abort(said) from None

@@ -55,7 +55,7 @@ class Pace:
 
 
 def make_data(
-    target: str, settings: DataSettings, place: GeneratorOptions, out: Path, report: Report
+    target: str, settings: DataSettings, generator_options: GeneratorOptions, out: Path, report: Report
 ) -> dict[str, Any]:
     """Makes or goes on with the data in the folder `out`; gives what data.json then holds.
 
@@ -65,11 +65,11 @@ def make_data(
     """
     settings.check()
     with alone_in(out):
-        return _make_data(target, settings, place, out, report)
+        return _make_data(target, settings, generator_options, out, report)
 
 
 def _make_data(
-    target: str, settings: DataSettings, place: GeneratorOptions, out: Path, report: Report
+    target: str, settings: DataSettings, generator_options: GeneratorOptions, out: Path, report: Report
 ) -> dict[str, Any]:
     record = settings.record()
     openings = read_openings(settings.openings)
@@ -89,11 +89,11 @@ def _make_data(
                 hint=f"give --self-play {had} or more, or choose another place with --out",
             )
     asked = len(prompts) + settings.self_play
-    place = replace(
-        place, batch=min(place.batch, max(asked, 1))
+    generator_options = replace(
+        generator_options, batch=min(generator_options.batch, max(asked, 1))
     )  # caches for idle slots would be for nothing
     with report.step("load the target"):
-        generator = open_generator(target, place, settings.max_seq_len, report.note)
+        generator = open_generator(target, generator_options, settings.max_seq_len, report.note)
     if generator.text.chat_template is None:
         raise EagleError(
             f"{target} has no chat template, so it cannot hold conversations",
@@ -108,7 +108,7 @@ def _make_data(
         "target": generator.target,
         "tokenizer": generator.tokenizer,
         "settings": record,
-        "made_with": {"backend": generator.backend, "batch": place.batch},
+        "made_with": {"backend": generator.backend, "batch": generator_options.batch},
     }
     work = _Work(generator, prompts, dropped, out, data, report)
     host = Host(generator, settings, openings, seen, excluded, work.count)

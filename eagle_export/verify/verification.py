@@ -149,9 +149,8 @@ def verify_bundle(
         if precision != "fp32":
             how: Backend = "eager" if precision == "bf16" else "onnxruntime"
             graphs = engine.runner.graphs
-            info = measure(
-                graphs, exact, measured, report, limits=limits, tree=engine.default_tree, backend=how
-            )
+            tree = engine.default_tree
+            info = measure(graphs, exact, measured, report, limits=limits, tree=tree, backend=how)
             checks += check_accuracy(info, precision)
     return Verification(str(path), precision, tuple(checks), acceptance, tuple(readings))
 
@@ -181,6 +180,7 @@ def check_graphs(
     `folder` takes the graphs.
     """
     bundle, rows = engine.bundle, engine.runner.cache_rows
+    assert bundle is not None  # it was assembled from one
     base, precision = base_precision(bundle), onnx_precision(bundle)
     graphs, detail = engine.runner.graphs, "largest difference from the source weights"
     with ExitStack() as stack:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.decoding import Request
 
 from eagle_run.decoding.rng import uniform
 from eagle_run.decoding.tree import TreeShape
-from eagle_run.engine.request import Request
 
 ROOT = Path(__file__).parents[2]
 ABSENT = "onnx onnxscript onnx_ir onnxruntime pydantic click rich polygraphy psutil accelerate gguf"
@@ -132,7 +132,7 @@ def test_a_script_is_followed_where_its_coins_say() -> None:
         run = decode(measured, requests, TreeShape.chain(3))
         assert run.tokens == plain.tokens
         want = sum(rounds(len(p), share, slot) for slot, p in enumerate(prompts))
-        assert run.stats.rounds == want
+        assert run.metrics.rounds == want
 
 
 def rounds(prompt: int, share: float, slot: int) -> int:

@@ -15,7 +15,7 @@ from support.tiny import Sizes, write_head, write_target
 import eagle_export.pipeline.compile
 from eagle_export.cli.main import run
 from eagle_run.bundle.loading import Bundle, load_bundle
-from eagle_run.engine.opening import open_engine
+from eagle_run.engine.loading import load_engine
 from eagle_run.errors import EagleError
 
 SMALL = ("--max-seq-len", "64", "--prefill-chunk", "16", "--max-tree-nodes", "16", "--max-batch", "2")
@@ -90,7 +90,7 @@ def test_a_build_in_fp8_has_engines_scales_and_figures(
     assert "calibrate" not in again.err
     same = [(out / "onnx" / f"{g}.onnx.data").read_bytes() for g in ("target", "draft")]
     assert same == [(tmp_path / "again/onnx" / f"{g}.onnx.data").read_bytes() for g in ("target", "draft")]
-    plain = open_engine(out)  # a machine without a GPU still decodes with the graphs
+    plain = load_engine(out)  # a machine without a GPU still decodes with the graphs
     assert plain.precision == "fp8"
 
 

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eagle_run.engine.request import Piece
+from support.decoding import request_of, run
 from support.tinybundle import MAX_SEQ_LEN, make_bundle
 
+from eagle_run.bench.mismatch import Mismatch
 from eagle_run.cli import generate
 from eagle_run.decoding.tree import TreeShape
-from eagle_run.engine.mismatch import Mismatch
-from eagle_run.engine.opening import Engine, open_engine
-from eagle_run.engine.request import Piece
+from eagle_run.engine.engine import Engine
+from eagle_run.engine.loading import load_engine
 from eagle_run.tuning import tree_tuning as tune
 
 COMMANDS = ("generate", "chat", "bench")
@@ -33,8 +35,8 @@ def stdin(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture(scope="module")
 def expected(tiny_bundle: Path) -> str:
     """What plain decoding answers to "hello" in 30 tokens."""
-    engine = open_engine(tiny_bundle, threads=1)
-    return engine.decode([engine.request("hello", max_new_tokens=30)], TreeShape.plain()).answers[0].text
+    engine = load_engine(tiny_bundle, threads=1)
+    return run(engine, [request_of(engine, "hello", max_new_tokens=30)], TreeShape.plain()).answers[0].text
 
 
 def process(*arguments: object) -> list[str]:
@@ -390,14 +392,14 @@ def test_chat_keeps_the_conversation(eagle_run: Any, tiny_bundle: Path, stdin: A
     stdin(b"hello\n\nand?\n/stats\n/reset\nhello\n/colour\n/exit\nnever read\n")
     result = eagle_run("chat", tiny_bundle, "--max-new-tokens", 12)
     assert result.code == 0
-    engine = open_engine(tiny_bundle, threads=1)
-    first = engine.decode([engine.request("hello", max_new_tokens=12)], TreeShape.plain()).answers[0].text
+    engine = load_engine(tiny_bundle, threads=1)
+    first = run(engine, [request_of(engine, "hello", max_new_tokens=12)], TreeShape.plain()).answers[0].text
     history = [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": first},
         {"role": "user", "content": "and?"},
     ]
-    second = engine.decode([engine.request(history, max_new_tokens=12)], TreeShape.plain()).answers[0].text
+    second = run(engine, [request_of(engine, history, max_new_tokens=12)], TreeShape.plain()).answers[0].text
     assert result.out == f"{first}\n{second}\n{first}\n"
     assert "2 answers, 24 tokens" in result.err
     assert "a new conversation" in result.err

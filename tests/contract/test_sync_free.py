@@ -29,10 +29,12 @@ from eagle_export.models.target import TargetModule
 from eagle_export.reference.eager import draft_graph, fuse_graph, target_graph
 from eagle_run.backends.base import Graph
 from eagle_run.decoding.acceptance import AcceptedPath
-from eagle_run.decoding.sampling import SamplingParams, stack
+from eagle_run.decoding.config import AcceptanceRule, SpeculativeConfig
+from eagle_run.decoding.sampling import stack
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.engine.model_runner import BatchState, ModelRunner
-from eagle_run.engine.round import step
+from eagle_run.engine.round import run_round
+from eagle_run.params import SamplingParams
 
 VOCAB, DRAFT_VOCAB, HIDDEN, ROWS, BATCH, KV = 96, 48, 32, 64, 3, 48
 SHAPES = {
@@ -42,11 +44,11 @@ SHAPES = {
     "chain": TreeShape.chain(3),
 }
 DEVICES = ["cpu", "meta", *(["cuda"] if torch.backends.cuda.is_built() else [])]
-GREEDY = [SamplingParams()] * BATCH
+GREEDY = [SamplingParams(temperature=0)] * BATCH
 MIXED = [
-    SamplingParams(),
-    SamplingParams(1.0, seed=1),
-    SamplingParams(0.7, top_k=8, top_p=0.9, min_p=0.1, seed=2),
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=1.0, seed=1),
+    SamplingParams(temperature=0.7, top_k=8, top_p=0.9, min_p=0.1, seed=2),
 ]
 SPEC = HeadSpec(
     algorithm="eagle3",
@@ -135,7 +137,7 @@ def test_a_round_reads_nothing(name: str, rule: str, settings: list[SamplingPara
     shape = SHAPES[name]
     with fake_round(device, settings, shape.depth) as (runner, state):
         before = {key: (value.shape, value.dtype) for key, value in tensors_of(state).items()}
-        path = step(runner, state, shape, kv=KV, rule=rule)
+        path = run_round(runner, state, SpeculativeConfig(shape, AcceptanceRule(rule)), kv=KV).path
         assert path.nodes.shape == path.tokens.shape == (BATCH, shape.depth + 1)
         assert path.length.shape == (BATCH,)
         assert path.tokens.device.type == device
@@ -146,7 +148,10 @@ def test_a_round_reads_nothing(name: str, rule: str, settings: list[SamplingPara
 def test_a_round_of_an_eagle1_head_reads_nothing(device: str) -> None:
     shape = SHAPES["dynamic"]
     with fake_round(device, MIXED, shape.depth, EAGLE1) as (runner, state):
-        assert step(runner, state, shape, kv=KV).tokens.shape == (BATCH, shape.depth + 1)
+        assert run_round(runner, state, SpeculativeConfig(shape), kv=KV).path.tokens.shape == (
+            BATCH,
+            shape.depth + 1,
+        )
 
 
 def test_the_state_keeps_its_memory() -> None:
@@ -157,7 +162,7 @@ def test_the_state_keeps_its_memory() -> None:
     owned = {**tensors_of(state), "target": runner.target_cache, "draft": runner.draft_cache}
     places = {name: tensor.data_ptr() for name, tensor in owned.items()}
     for _ in range(3):
-        step(runner, state, shape, kv=KV)
+        run_round(runner, state, SpeculativeConfig(shape), kv=KV)
     now = {**tensors_of(state), "target": runner.target_cache, "draft": runner.draft_cache}
     assert {name: tensor.data_ptr() for name, tensor in now.items()} == places
     assert bool((state.length > 0).all())
@@ -176,7 +181,7 @@ def run_with(read: Callable[[AcceptedPath], None], device: str, monkeypatch: pyt
     monkeypatch.setattr(eagle_run.engine.round, "commit", commit)
     shape = SHAPES["dynamic"]
     with fake_round(device, MIXED, shape.depth) as (runner, state):
-        step(runner, state, shape, kv=KV)
+        run_round(runner, state, SpeculativeConfig(shape), kv=KV)
 
 
 def _item(path: AcceptedPath) -> None:

@@ -151,7 +151,7 @@ def node_case(seed: int, ids: Tensor, vocab: int) -> tuple[Tensor, Dist, list[To
 @pytest.mark.parametrize("ids", [torch.arange(5), torch.tensor([3, 0, 4])])
 def test_one_node_decides_as_the_fractions_do(ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two drawn children, every order of drawing them, coins on a grid with both ends."""
-    one, grid = SamplingParams(1.0), torch.tensor(_GRID, dtype=torch.float64)
+    one, grid = SamplingParams(temperature=1.0), torch.tensor(_GRID, dtype=torch.float64)
     accepted: list[int] = []
     for seed in range(6):
         q, q_target, orders, logits = node_case(seed, ids, vocab=5)
@@ -191,7 +191,10 @@ def test_one_node_decides_as_the_fractions_do(ids: Tensor, monkeypatch: pytest.M
 @pytest.mark.parametrize("coin", [0.0, 0.5, _ALMOST_ONE])
 def test_a_token_of_probability_zero_is_never_emitted(coin: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """`r <= p` would accept p = 0 at coin 0; so would a 0/0 where p and q are the same."""
-    logits, s = torch.tensor([-torch.inf, 0.0, -torch.inf, -torch.inf]), stack([SamplingParams(1.0)])
+    logits, s = (
+        torch.tensor([-torch.inf, 0.0, -torch.inf, -torch.inf]),
+        stack([SamplingParams(temperature=1.0)]),
+    )
     fix_coins(monkeypatch, *(torch.full(size, coin, dtype=torch.float64) for size in ((1, 2), (1, 2, 3))), 0)
     for q in ([0.5, 0.25, 0.25, 0.0], [0.0, 1.0, 0.0, 0.0], [0.5, 0.0, 0.25, 0.25]):
         tables = TreeTables.build(TreeShape.static((-1, 0, 0, 0)))
@@ -237,7 +240,9 @@ _SHAPES = [TreeShape.chain(2), TreeShape.static((-1, 0, 0, 0, 1, 1, 2)), TreeSha
     ("shape", "sampled"),
     [*((shape, rule) for shape in _SHAPES for rule in (False, True)), (TreeShape.dynamic(3, 3, 8), False)],
 )
-@pytest.mark.parametrize("one", [SamplingParams(0.8), SamplingParams(1.2, top_k=4, top_p=0.93)])
+@pytest.mark.parametrize(
+    "one", [SamplingParams(temperature=0.8), SamplingParams(temperature=1.2, top_k=4, top_p=0.93)]
+)
 def test_emitted_tokens_follow_p(shape: TreeShape, sampled: bool, one: SamplingParams) -> None:
     toy, slots = Toy(8, agreement=0.5), 40_000
     s = replace(stack([one] * slots), seed=torch.arange(slots))
@@ -259,23 +264,23 @@ def test_emitted_tokens_follow_p(shape: TreeShape, sampled: bool, one: SamplingP
 def test_chi_square_sees_a_wrong_q() -> None:
     """The check above has teeth: accepting against another q than the children were drawn from fails it."""
     toy, slots = Toy(8, agreement=0.5), 40_000
-    s = replace(stack([SamplingParams(0.8)] * slots), seed=torch.arange(slots))
+    s = replace(stack([SamplingParams(temperature=0.8)] * slots), seed=torch.arange(slots))
     root, position = torch.full((slots,), 2), torch.full((slots,), 31)
     plan = toy.grow(TreeTables.build(_SHAPES[1]), root, s, position, sampled=True)
     assert plan.sampled is not None
     plan.sampled.q.copy_(plan.sampled.q.sqrt())  # as if another temperature had been used
     path = rejection_sampling(plan, toy.target[plan.tokens], s, position)
-    p = distribution(toy.target[2:3], stack([SamplingParams(0.8)]))[0]
+    p = distribution(toy.target[2:3], stack([SamplingParams(temperature=0.8)]))[0]
     assert pvalue(torch.bincount(path.tokens[:, 0], minlength=6), p) < 1e-9
 
 
 _MIXED = [
-    SamplingParams(),
-    SamplingParams(1.0, seed=1),
-    SamplingParams(0.7, top_k=3, seed=2),
-    SamplingParams(1.5, top_p=0.8, seed=3),
-    SamplingParams(1.0, min_p=0.2, seed=4),
-    SamplingParams(0.0, top_k=2, seed=5),
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=1.0, seed=1),
+    SamplingParams(temperature=0.7, top_k=3, seed=2),
+    SamplingParams(temperature=1.5, top_p=0.8, seed=3),
+    SamplingParams(temperature=1.0, min_p=0.2, seed=4),
+    SamplingParams(temperature=0.0, top_k=2, seed=5),
 ]
 
 
@@ -295,7 +300,7 @@ def test_greedy_slots_of_a_sampled_batch_are_greedy(shape: TreeShape) -> None:
     plain = decode(toy, TreeShape.plain(), stack(_MIXED), 24)
     sampled = decode(toy, shape, stack(_MIXED), 24, sampled=True)
     assert torch.equal(sampled[[0, 5]], plain[[0, 5]])
-    greedy = [SamplingParams()] * 6
+    greedy = [SamplingParams(temperature=0)] * 6
     assert torch.equal(
         decode(toy, shape, stack(greedy), 24, sampled=True), decode(toy, shape, stack(greedy), 24)
     )
@@ -351,7 +356,7 @@ def plans(make: st.DrawFn) -> TreePlan:
 def test_walk_equals_a_loop(plan: TreePlan, seed: int, temperature: float) -> None:
     nodes = plan.tokens.shape[1]
     logits = torch.randn(1, nodes, 4, generator=torch.Generator().manual_seed(seed)) * 2
-    s = stack([SamplingParams(temperature, seed=seed)])
+    s = stack([SamplingParams(temperature=temperature, seed=seed)])
     node, expected_nodes, expected_tokens = 0, [0], []
     while True:
         coin = uniform(s.seed, 90 + len(expected_nodes), TOKEN)
@@ -378,11 +383,13 @@ def test_walk_equals_a_loop(plan: TreePlan, seed: int, temperature: float) -> No
 def test_sampled_rule_refuses_a_plan_without_q() -> None:
     plan = start(TreeTables.build(TreeShape.chain(1)), torch.tensor([0])).add(torch.tensor([[1]])).plan()
     with pytest.raises(ValueError, match="with q"):
-        rejection_sampling(plan, torch.zeros(1, 2, 4), stack([SamplingParams(1.0)]), torch.tensor([0]))
+        rejection_sampling(
+            plan, torch.zeros(1, 2, 4), stack([SamplingParams(temperature=1.0)]), torch.tensor([0])
+        )
 
 
 def test_children_are_drawn_from_the_q_that_judges_them() -> None:
-    toy, s = Toy(19), stack([SamplingParams(0.6, seed=8)])
+    toy, s = Toy(19), stack([SamplingParams(temperature=0.6, seed=8)])
     plan = toy.grow(
         TreeTables.build(TreeShape.chain(1)), torch.tensor([2]), s, torch.tensor([5]), sampled=True
     )
@@ -398,7 +405,7 @@ _RULES: list[tuple[Callable[..., AcceptedPath], bool]] = [
 
 @pytest.mark.parametrize(("rule", "sampled"), _RULES)
 @pytest.mark.parametrize("shape", [_SHAPES[1], TreeShape.plain()])
-@pytest.mark.parametrize("mix", [_MIXED, [SamplingParams()] * 2])
+@pytest.mark.parametrize("mix", [_MIXED, [SamplingParams(temperature=0)] * 2])
 def test_nothing_reads_the_host(
     rule: Callable[..., AcceptedPath], sampled: bool, shape: TreeShape, mix: list[SamplingParams]
 ) -> None:

@@ -10,16 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.decoding import Answer, Request, answers_of
 from support.opgraph import OpRecorder
-from support.tiny import Answer, answers_of, eager_decoder, modules_of
+from support.tiny import eager_engine, modules_of
 
 from eagle_export.reference.modules import Modules
-from eagle_run.decoding.sampling import SamplingParams
+from eagle_run.decoding.config import SpeculativeConfig
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.engine.cuda_graphs import CudaGraphRunner
-from eagle_run.engine.decoder import Decoder
-from eagle_run.engine.request import Request, Stats
-from eagle_run.errors import EagleError
+from eagle_run.engine.engine import Engine
+from eagle_run.engine.offline import run_offline
+from eagle_run.metrics import Metrics
+from eagle_run.outputs import RequestOutput
+from eagle_run.params import SamplingParams
 
 SHAPES = {
     "plain": TreeShape.plain(),
@@ -39,11 +42,11 @@ MIXED = [
     for request, sampling in zip(
         GREEDY,
         [
-            SamplingParams(),
-            SamplingParams(1.0, seed=11),
-            SamplingParams(0.8, top_p=0.9, seed=5),
-            SamplingParams(0.9, top_k=7, seed=6),
-            SamplingParams(1.3, min_p=0.02, seed=4),
+            SamplingParams(temperature=0),
+            SamplingParams(temperature=1.0, seed=11),
+            SamplingParams(temperature=0.8, top_p=0.9, seed=5),
+            SamplingParams(temperature=0.9, top_k=7, seed=6),
+            SamplingParams(temperature=1.3, min_p=0.02, seed=4),
         ],
         strict=True,
     )
@@ -55,15 +58,15 @@ def modules(tiny_target: Path, tiny_head: Path) -> Modules:
     return modules_of(tiny_target, tiny_head)
 
 
-def recorded(modules: Modules, **how: object) -> tuple[Decoder, CudaGraphRunner]:
-    decoder = eager_decoder(modules, **how)  # type: ignore[arg-type]
-    decoder.rounds = CudaGraphRunner("cpu", recorder=OpRecorder())
-    return decoder, decoder.rounds
+def recorded(modules: Modules, **how: object) -> tuple[Engine, CudaGraphRunner]:
+    engine = eager_engine(modules, **how)  # type: ignore[arg-type]
+    engine.cuda_graphs = CudaGraphRunner("cpu", recorder=OpRecorder())
+    return engine, engine.cuda_graphs
 
 
 def one_by_one(modules: Modules, requests: list[Request], shape: TreeShape, rule: str) -> list[Answer]:
-    decoder = eager_decoder(modules)
-    return [answers_of(decoder, [request], shape, rule=rule)[0] for request in requests]
+    engine = eager_engine(modules)
+    return [answers_of(engine, [request], shape, rule=rule)[0] for request in requests]
 
 
 @pytest.mark.parametrize(("batch", "ahead"), [(1, False), (3, False), (1, True), (3, True)], ids=str)
@@ -84,30 +87,30 @@ def test_replayed_rounds_give_the_same_tokens(
 ) -> None:
     shape = SHAPES[name]
     wanted = one_by_one(modules, requests, shape, rule)
-    decoder, rounds = recorded(modules, batch=batch)
-    decoder.run_ahead = ahead
-    assert answers_of(decoder, requests, shape, rule=rule) == wanted
+    engine, rounds = recorded(modules, batch=batch)
+    engine.async_scheduling = ahead
+    assert answers_of(engine, requests, shape, rule=rule) == wanted
     assert rounds.replays > rounds.calls
     before = rounds.captured
-    assert answers_of(decoder, requests, shape, rule=rule) == wanted  # and all of it again, replayed
+    assert answers_of(engine, requests, shape, rule=rule) == wanted  # and all of it again, replayed
     assert rounds.captured == before
 
 
 def test_other_settings_need_no_other_capture(modules: Modules) -> None:
     """Temperature, top-p and seed are read from device memory by the rounds that were captured."""
-    shape, base = SHAPES["dynamic"], SamplingParams(1.0, top_p=0.9, seed=1)
-    decoder, rounds = recorded(modules)
-    answers_of(decoder, [replace(GREEDY[0], sampling=base)], shape)
+    shape, base = SHAPES["dynamic"], SamplingParams(temperature=1.0, top_p=0.9, seed=1)
+    engine, rounds = recorded(modules)
+    answers_of(engine, [replace(GREEDY[0], sampling=base)], shape)
     captured, calls = rounds.captured, rounds.calls
     answers = []
     for sampling in (
-        SamplingParams(0.6, top_p=0.9, seed=1),
-        SamplingParams(1.0, top_p=0.5, seed=1),
-        SamplingParams(1.0, top_p=0.9, seed=2),
+        SamplingParams(temperature=0.6, top_p=0.9, seed=1),
+        SamplingParams(temperature=1.0, top_p=0.5, seed=1),
+        SamplingParams(temperature=1.0, top_p=0.9, seed=2),
         base,
     ):
         request = replace(GREEDY[0], sampling=sampling)
-        (answer,) = answers_of(decoder, [request], shape)
+        (answer,) = answers_of(engine, [request], shape)
         assert [answer] == one_by_one(modules, [request], shape, "topk")
         answers.append(answer.tokens)
     assert len(set(answers)) == 4
@@ -123,10 +126,10 @@ def test_running_ahead_costs_at_most_one_round_an_answer(name: str, modules: Mod
     for request, extra in ((stop, 1), (GREEDY[0], 1 if shape.levels else 0)):
         counts = []
         for ahead in (False, True):
-            decoder = eager_decoder(modules)
-            decoder.run_ahead = ahead
-            (answer,) = answers_of(decoder, [request], shape, stats=(stats := Stats()))
-            counts.append((answer, stats.rounds, stats.emitted, decoder.rounds.calls))
+            engine = eager_engine(modules)
+            engine.async_scheduling = ahead
+            (answer,) = answers_of(engine, [request], shape, metrics=(metrics := Metrics()))
+            counts.append((answer, metrics.rounds, metrics.emitted, engine.cuda_graphs.calls))
         (first, *same, calls), (second, *again, more) = counts
         assert first == second
         assert same == again  # the round that was too many is in no figure
@@ -143,66 +146,91 @@ def test_running_ahead_stays_inside_the_caches(batch: int, modules: Modules) -> 
         most, behind = len(long) + room, max(16, shape.cache_rows)
         answers = []
         for ahead in (False, True):
-            decoder = eager_decoder(modules, batch=batch, max_seq_len=most, extra_rows=behind)
-            decoder.run_ahead = ahead
-            answers.append(answers_of(decoder, [request, short], shape))
+            engine = eager_engine(modules, batch=batch, max_seq_len=most, extra_rows=behind)
+            engine.async_scheduling = ahead
+            answers.append(answers_of(engine, [request, short], shape))
         assert answers[0] == answers[1]
         assert len(answers[0][0].tokens) == room
-        decoder, _ = recorded(modules, batch=batch, max_seq_len=most, extra_rows=behind)
+        engine, _ = recorded(modules, batch=batch, max_seq_len=most, extra_rows=behind)
         for ahead in (False, False, True, True):  # rounds captured in step do not serve one that runs ahead
-            decoder.run_ahead = ahead
-            assert answers_of(decoder, [request, short], shape) == answers[0]
+            engine.async_scheduling = ahead
+            assert answers_of(engine, [request, short], shape) == answers[0]
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in step", "ahead"])
 def test_a_finished_slot_takes_the_next_request_while_others_go_on(ahead: bool, modules: Modules) -> None:
     shape = SHAPES["dynamic"]
-    decoder = eager_decoder(modules, batch=2)
-    decoder.run_ahead = ahead
+    engine = eager_engine(modules, batch=2)
+    engine.async_scheduling = ahead
     long = Request((7, 20, 33, 5, 61), max_new_tokens=60)
     short = [Request((n, n + 1, n + 2), max_new_tokens=6) for n in range(10, 50, 5)]
     order: list[int] = []
-    for piece in decoder.generate([long, *short], shape):
-        if piece.index not in order:
-            order.append(piece.index)
-        if piece.index == 0 and piece.finish_reason:
+    begun = 0
+
+    def note(number: int, output: RequestOutput) -> None:
+        nonlocal begun
+        if number not in order:
+            order.append(number)
+        if number == 0 and output.finished:
             begun = len(order)
+
+    requests = [request.offline for request in [long, *short]]
+    run_offline(engine, requests, SpeculativeConfig(shape), on_output=note)
     assert order == sorted(order)
     assert begun > 4  # while the long one was decoded, one short one after the other had its turn
-    stats = Stats()
-    assert answers_of(decoder, [long, *short], shape, stats=stats) == one_by_one(
+    metrics = Metrics()
+    assert answers_of(engine, [long, *short], shape, metrics=metrics) == one_by_one(
         modules, [long, *short], shape, "topk"
     )
-    assert stats.tokens == 60 + 6 * len(short)
+    assert metrics.tokens == 60 + 6 * len(short)
 
 
 def test_an_answer_left_in_the_middle_does_not_show(modules: Modules) -> None:
-    decoder, _ = recorded(modules, batch=2)
-    decoder.run_ahead = True
+    engine, _ = recorded(modules, batch=2)
+    engine.async_scheduling = True
     shape = SHAPES["dynamic"]
-    run = decoder.generate(GREEDY[:2], shape)
+    for number, request in enumerate(GREEDY[:2]):
+        engine.add_request(str(number), request.prompt, request.params, speculative=SpeculativeConfig(shape))
     for _ in range(4):
-        next(run)
-    run.close()
-    assert answers_of(decoder, GREEDY[2:3], shape) == one_by_one(modules, GREEDY[2:3], shape, "topk")
+        engine.step()
+    for number in range(2):
+        assert engine.abort_request(str(number)) is not None
+    assert answers_of(engine, GREEDY[2:3], shape) == one_by_one(modules, GREEDY[2:3], shape, "topk")
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_prompt_of_one_token_does_not_see_the_one_before(seed: int, modules: Modules) -> None:
-    """It has no pending pair; drawn drafts are those of a decoder that was never used."""
-    request = Request((12 + seed,), SamplingParams(1.0, seed=seed), max_new_tokens=12)
-    fresh, used = eager_decoder(modules), eager_decoder(modules)
+    """It has no pending pair; drawn drafts are those of an engine that was never used."""
+    request = Request((12 + seed,), SamplingParams(temperature=1.0, seed=seed), max_new_tokens=12)
+    fresh, used = eager_engine(modules), eager_engine(modules)
     answers_of(used, GREEDY[:1], SHAPES["chain"], rule="sampled")
     wanted = answers_of(fresh, [request], SHAPES["chain"], rule="sampled")
     assert answers_of(used, [request], SHAPES["chain"], rule="sampled") == wanted
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["in step", "ahead"])
 @pytest.mark.parametrize("other", ["dynamic", "plain"])
-def test_a_second_run_ends_the_first_one_aloud(other: str, modules: Modules) -> None:
-    decoder = eager_decoder(modules, batch=2)
-    first = decoder.generate(GREEDY[:2], SHAPES["dynamic"])
-    next(first)
-    second = answers_of(decoder, GREEDY[2:3], SHAPES[other])
-    assert second == one_by_one(modules, GREEDY[2:3], SHAPES[other], "topk")
-    with pytest.raises(EagleError, match="another one has begun"):
-        list(first)
+def test_requests_join_others_with_their_own_tree(ahead: bool, other: str, modules: Modules) -> None:
+    """With the same tree one starts at once in the free slot; with another it waits until the slots are empty."""
+    engine = eager_engine(modules, batch=2)
+    engine.async_scheduling = ahead
+    trees = {"first": SHAPES["dynamic"], "second": SHAPES[other]}
+    asked = {"first": GREEDY[0], "second": GREEDY[2]}
+
+    def add(name: str) -> None:
+        speculative = SpeculativeConfig(trees[name])
+        engine.add_request(name, asked[name].prompt, asked[name].params, speculative=speculative)
+
+    add("first")
+    engine.step()
+    add("second")
+    steps, tokens = [], {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            steps.append(output.request_id)
+            tokens[output.request_id] = output.outputs[0].token_ids
+    for name, request in asked.items():
+        (alone,) = one_by_one(modules, [request], trees[name], "topk")
+        assert tokens[name] == alone.tokens
+    last_of_first = max(i for i, name in enumerate(steps) if name == "first")
+    assert (steps.index("second") < last_of_first) == (other == "dynamic")

@@ -16,15 +16,16 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import chi2
-from support.tiny import Sizes, answers_of, eager_decoder, modules_of, write_head, write_target
+from support.decoding import Request, answers_of
+from support.tiny import Sizes, eager_engine, modules_of, write_head, write_target
 from torch import Tensor
 
 import eagle_run.engine.round
 from eagle_export.reference.modules import Modules
-from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.decoding.tree import TreeShape
-from eagle_run.engine.decoder import Decoder
-from eagle_run.engine.request import Request, Stats
+from eagle_run.engine.engine import Engine
+from eagle_run.metrics import Metrics
+from eagle_run.params import SamplingParams
 
 VOCAB, TOKENS, SLOTS, GROUPS = 8, 3, 2048, 2
 PROMPT = (3, 1, 6, 2)
@@ -49,8 +50,8 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Modules:
 
 
 @pytest.fixture(scope="module")
-def decoder(modules: Modules) -> Decoder:
-    return eager_decoder(modules, batch=SLOTS, max_seq_len=16, extra_rows=16)
+def engine(modules: Modules) -> Engine:
+    return eager_engine(modules, batch=SLOTS, max_seq_len=16, extra_rows=16)
 
 
 def filtered(logits: Tensor, temperature: float, min_p: float = 0.0) -> Tensor:
@@ -78,13 +79,15 @@ def enumerated(modules: Modules, settings: dict[str, Any]) -> dict[tuple[int, ..
 
 
 def counted(
-    decoder: Decoder, settings: dict[str, Any], shape: TreeShape, rule: str, stats: Stats
+    engine: Engine, settings: dict[str, Any], shape: TreeShape, rule: str, metrics: Metrics
 ) -> Counter[tuple[int, ...]]:
     requests = [
         Request(PROMPT, SamplingParams(seed=1000 + i, **settings), max_new_tokens=TOKENS)
         for i in range(SLOTS * GROUPS)
     ]
-    return Counter(answer.tokens for answer in answers_of(decoder, requests, shape, rule=rule, stats=stats))
+    return Counter(
+        answer.tokens for answer in answers_of(engine, requests, shape, rule=rule, metrics=metrics)
+    )
 
 
 def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
@@ -112,23 +115,23 @@ def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], fl
     [("plain", "topk"), ("dynamic", "topk"), ("static", "topk"), ("static", "sampled"), ("chain", "sampled")],
 )
 def test_the_loop_has_the_targets_distribution(
-    name: str, rule: str, settings: dict[str, Any], modules: Modules, decoder: Decoder
+    name: str, rule: str, settings: dict[str, Any], modules: Modules, engine: Engine
 ) -> None:
-    stats = Stats()
-    counts = counted(decoder, settings, SHAPES[name], rule, stats)
+    metrics = Metrics()
+    counts = counted(engine, settings, SHAPES[name], rule, metrics)
     assert p_value(counts, enumerated(modules, settings)) > 1e-3
     if name != "plain":  # drafts were accepted and rejected, so both branches took part
-        assert 0.15 < stats.acceptance_by_depth[0] < 0.95
+        assert 0.15 < metrics.acceptance_by_depth[0] < 0.95
 
 
-def test_seeds_give_the_answers_of_plain_decoding(decoder: Decoder) -> None:
+def test_seeds_give_the_answers_of_plain_decoding(engine: Engine) -> None:
     """With top-k drafts every one of these answers, not only their distribution, is plain decoding's."""
     requests = [
         Request(PROMPT, SamplingParams(temperature=1.0, seed=seed), max_new_tokens=6) for seed in range(SLOTS)
     ]
-    wanted = answers_of(decoder, requests, SHAPES["plain"])
+    wanted = answers_of(engine, requests, SHAPES["plain"])
     for name in ("dynamic", "static", "chain"):
-        assert answers_of(decoder, requests, SHAPES[name]) == wanted
+        assert answers_of(engine, requests, SHAPES[name]) == wanted
 
 
 def _uniform_q(tokens: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,7 +148,7 @@ def _shifted(tokens: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 def test_a_wrong_q_is_noticed(
     fault: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
     modules: Modules,
-    decoder: Decoder,
+    engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The test above can fail: drafts that are not what the acceptance believes shift the distribution."""
@@ -153,12 +156,12 @@ def test_a_wrong_q_is_noticed(
     monkeypatch.setattr(
         eagle_run.engine.round, "sample_children", lambda *arguments: fault(*true(*arguments))
     )
-    counts = counted(decoder, SETTINGS["T=1"], SHAPES["static"], "sampled", Stats())
+    counts = counted(engine, SETTINGS["T=1"], SHAPES["static"], "sampled", Metrics())
     assert p_value(counts, enumerated(modules, SETTINGS["T=1"])) < 1e-6
 
 
-def test_another_temperature_is_noticed(modules: Modules, decoder: Decoder) -> None:
-    counts = counted(decoder, {"temperature": 0.9}, SHAPES["dynamic"], "topk", Stats())
+def test_another_temperature_is_noticed(modules: Modules, engine: Engine) -> None:
+    counts = counted(engine, {"temperature": 0.9}, SHAPES["dynamic"], "topk", Metrics())
     assert p_value(counts, enumerated(modules, SETTINGS["T=1"])) < 1e-6
 
 
@@ -172,6 +175,6 @@ def test_enumeration_sums_to_one(modules: Modules) -> None:
 def test_headless_target_too(tmp_path: Path) -> None:
     target = write_target(tmp_path / "target", SIZES, seed=4)
     modules = modules_of(target)
-    decoder = eager_decoder(modules, batch=SLOTS, max_seq_len=16, extra_rows=16)
-    counts = counted(decoder, SETTINGS["T=1"], SHAPES["plain"], "topk", Stats())
+    engine = eager_engine(modules, batch=SLOTS, max_seq_len=16, extra_rows=16)
+    counts = counted(engine, SETTINGS["T=1"], SHAPES["plain"], "topk", Metrics())
     assert p_value(counts, enumerated(modules, SETTINGS["T=1"])) > 1e-3

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.decoding import Request, request_of, run
 
-from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.decoding.tree import TreeShape
-from eagle_run.engine.opening import Engine, open_engine
-from eagle_run.engine.request import Request
+from eagle_run.engine.engine import Engine
+from eagle_run.engine.loading import load_engine
+from eagle_run.params import SamplingParams
 
 pytestmark = pytest.mark.real
 TEXTS = ("Describe a lighthouse in two sentences.", "What is 12 times 13?")
@@ -17,12 +18,12 @@ TEXTS = ("Describe a lighthouse in two sentences.", "What is 12 times 13?")
 
 @pytest.fixture(scope="module")
 def engine(smollm2_fp8: Path) -> Engine:
-    return open_engine(smollm2_fp8)
+    return load_engine(smollm2_fp8)
 
 
 def requests(engine: Engine, temperature: float) -> list[Request]:
     sampling = SamplingParams(temperature=temperature, seed=11)
-    return [engine.request(text, max_new_tokens=32, sampling=sampling) for text in TEXTS]
+    return [request_of(engine, text, max_new_tokens=32, sampling=sampling) for text in TEXTS]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -30,27 +31,27 @@ def requests(engine: Engine, temperature: float) -> list[Request]:
 def test_a_chain_changes_no_token(engine: Engine, temperature: float, depth: int) -> None:
     """Bit for bit: every forward has two rows or more, and the rows of a chain lie side by side."""
     for request in requests(engine, temperature):
-        plain = engine.decode([request], TreeShape.plain())
-        drafted = engine.decode([request], TreeShape.chain(depth))
+        plain = run(engine, [request], TreeShape.plain())
+        drafted = run(engine, [request], TreeShape.chain(depth))
         assert drafted.tokens == plain.tokens
-        assert drafted.stats.tokens_per_round > 1
+        assert drafted.metrics.tokens_per_round > 1
 
 
 def test_side_by_side_changes_no_token(engine: Engine) -> None:
     """Attention has its kernel for a single row a slot, however many slots there are."""
     asked = requests(engine, 1.0)
-    alone = [engine.decode([request], TreeShape.plain()).tokens[0] for request in asked]
-    together = open_engine(engine.bundle.path, batch=2)
-    assert together.decode(asked, TreeShape.plain()).tokens == alone
+    alone = [run(engine, [request], TreeShape.plain()).token_ids[0] for request in asked]
+    together = load_engine(engine.bundle.path, batch=2)
+    assert run(together, asked, TreeShape.plain()).tokens == alone
 
 
 def test_one_row_alone_is_another_model(engine: Engine) -> None:
     """Why the row is added: without it plain decoding parts from the draft's answers."""
     parted = 0
     for request in requests(engine, 0.0):
-        with_two = engine.decode([request], TreeShape.plain()).tokens
-        alone = open_engine(engine.bundle.path)
-        alone.decoder.runner.min_rows = 1
+        with_two = run(engine, [request], TreeShape.plain()).tokens
+        alone = load_engine(engine.bundle.path)
+        alone.runner.min_rows = 1
         parted += alone.decode([request], TreeShape.plain()).tokens != with_two
     if not parted:
         pytest.skip("this CPU sums one row as it sums several")

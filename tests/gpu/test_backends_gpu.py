@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.decoding import request_of, run
 
-from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.decoding.tree import TreeShape
+from eagle_run.params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -21,22 +22,24 @@ TREES = (TreeShape.plain(), TreeShape.chain(2), TreeShape.dynamic(3, 3, 10))
 
 
 def answers(engine: Any, shape: TreeShape, sampling: SamplingParams) -> list[list[int]]:
-    requests = [engine.request(p, sampling=sampling, max_new_tokens=16, ignore_eos=True) for p in PROMPTS]
-    return engine.decode(requests, shape).tokens
+    requests = [request_of(engine, p, sampling=sampling, max_new_tokens=16, ignore_eos=True) for p in PROMPTS]
+    return run(engine, requests, shape).tokens
 
 
 def check(engine: Any, reference: Any) -> None:
     """Trees against this engine's own plain decoding; that against the reference, on the engine's terms."""
-    from eagle_run.engine.mismatch import find_mismatch
+    from eagle_run.bench.mismatch import find_mismatch
 
-    for sampling in (SamplingParams(), SamplingParams(1.0, top_p=0.9, seed=4)):
+    for sampling in (SamplingParams(temperature=0), SamplingParams(temperature=1.0, top_p=0.9, seed=4)):
         plain = answers(engine, TREES[0], sampling)
         pairs = [(plain, answers(engine, shape, sampling)) for shape in TREES for _ in range(2)]
         pairs.append((plain, answers(reference, TREES[0], sampling)))
-        requests = [engine.request(p, sampling=sampling, max_new_tokens=16, ignore_eos=True) for p in PROMPTS]
+        requests = [
+            request_of(engine, p, sampling=sampling, max_new_tokens=16, ignore_eos=True) for p in PROMPTS
+        ]
         for one, other in pairs:
             for request, a, b in zip(requests, one, other, strict=True):
-                found = find_mismatch(engine.decoder.runner, request, a, b, chunk=engine.decoder.chunk)
+                found = find_mismatch(engine, request.offline, a, b)
                 assert found is None or found.tie, found
 
 
@@ -45,11 +48,11 @@ def test_onnxruntime_on_the_gpu(built_bundle: Path, batch: int) -> None:
     ort = pytest.importorskip("onnxruntime")
     if "CUDAExecutionProvider" not in ort.get_available_providers():
         pytest.skip(f"onnxruntime {ort.__version__} has no CUDA provider: needs onnxruntime-gpu")
-    from eagle_run.engine.opening import open_engine
+    from eagle_run.engine.loading import load_engine
 
-    engine = open_engine(built_bundle, backend="onnxruntime", device="cuda", batch=batch)
+    engine = load_engine(built_bundle, backend="onnxruntime", device="cuda", batch=batch)
     assert engine.device.startswith("cuda")
-    check(engine, open_engine(built_bundle, device="cpu", backend="onnxruntime"))
+    check(engine, load_engine(built_bundle, device="cpu", backend="onnxruntime"))
 
 
 @pytest.fixture(scope="module", params=["tensorrt", "tensorrt-rtx"])
@@ -73,10 +76,10 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_engines(compiled: tuple[Path, str], batch: int) -> None:
-    from eagle_run.engine.opening import open_engine
+    from eagle_run.engine.loading import load_engine
 
     bundle, backend = compiled
-    engine = open_engine(bundle, backend=backend, batch=batch)
+    engine = load_engine(bundle, backend=backend, batch=batch)
     assert engine.backend == backend
-    check(engine, open_engine(bundle, backend="onnxruntime", device="cpu"))
-    assert engine.decoder.rounds.replays > 0  # engines were captured with the rest of the round
+    check(engine, load_engine(bundle, backend="onnxruntime", device="cpu"))
+    assert engine.cuda_graphs.replays > 0  # engines were captured with the rest of the round

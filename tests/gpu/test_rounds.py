@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from support.decoding import Request
 
 from eagle_run.backends.stream import on_stream, wait
-from eagle_run.decoding.sampling import SamplingParams
+from eagle_run.bench.mismatch import find_mismatch
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.engine.cuda_graphs import CudaGraphRunner
-from eagle_run.engine.decoder import Decoder
-from eagle_run.engine.mismatch import find_mismatch
+from eagle_run.engine.engine import Engine
 from eagle_run.engine.prefill import prefill
-from eagle_run.engine.request import Request
 from eagle_run.engine.round import step
+from eagle_run.params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -27,14 +27,14 @@ SHAPES = {
     "dynamic": TreeShape.dynamic(3, 3, 10),
 }
 SETTINGS = {
-    "greedy": SamplingParams(),
-    "sampled": SamplingParams(1.0, top_k=50, top_p=0.9, min_p=0.01, seed=5),
+    "greedy": SamplingParams(temperature=0),
+    "sampled": SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, seed=5),
 }
 
 
-def make_decoder(setup: Any, batch: int, *, capture: bool = True, run_ahead: bool = True) -> Decoder:
+def make_decoder(setup: Any, batch: int, *, capture: bool = True, run_ahead: bool = True) -> Engine:
     runner, _ = setup.runner(batch)
-    return Decoder(
+    return Engine(
         runner,
         max_seq_len=setup.max_seq_len,
         chunk=setup.chunk,
@@ -50,9 +50,9 @@ def make_requests(setup: Any, count: int, sampling: SamplingParams, tokens: int 
     ]
 
 
-def answers(decoder: Decoder, requests: list[Request], shape: TreeShape, **options: Any) -> list[list[int]]:
+def answers(engine: Engine, requests: list[Request], shape: TreeShape, **options: Any) -> list[list[int]]:
     found: list[list[int]] = [[] for _ in requests]
-    for piece in decoder.generate(requests, shape, **options):
+    for piece in engine.generate(requests, shape, **options):
         found[piece.index] += piece.tokens
     return found
 
@@ -67,10 +67,10 @@ def test_captured_rounds_are_the_called_ones(
 ) -> None:
     requests = make_requests(setup, batch, SETTINGS[settings])
     called = answers(make_decoder(setup, batch, capture=False), requests, SHAPES[name], rule=rule)
-    decoder = make_decoder(setup, batch)
-    assert answers(decoder, requests, SHAPES[name], rule=rule) == called
-    assert answers(decoder, requests, SHAPES[name], rule=rule) == called  # by replays alone
-    assert decoder.rounds.replays > decoder.rounds.calls > 0
+    engine = make_decoder(setup, batch)
+    assert answers(engine, requests, SHAPES[name], rule=rule) == called
+    assert answers(engine, requests, SHAPES[name], rule=rule) == called  # by replays alone
+    assert engine.cuda_graphs.replays > engine.cuda_graphs.calls > 0
     assert all(len(tokens) == 24 for tokens in called)
 
 
@@ -78,11 +78,11 @@ def test_captured_rounds_are_the_called_ones(
 @pytest.mark.parametrize("name", ["chain", "static", "dynamic"])
 def test_a_tree_gives_the_tokens_of_plain_decoding(setup: Any, name: str, settings: str) -> None:
     requests = make_requests(setup, 3, SETTINGS[settings])
-    decoder = make_decoder(setup, 3)
-    plain = answers(decoder, requests, SHAPES["plain"])
-    tree = answers(decoder, requests, SHAPES[name])
+    engine = make_decoder(setup, 3)
+    plain = answers(engine, requests, SHAPES["plain"])
+    tree = answers(engine, requests, SHAPES[name])
     for request, a, b in zip(requests, plain, tree, strict=True):
-        found = find_mismatch(decoder.runner, request, a, b, chunk=setup.chunk)
+        found = find_mismatch(engine, request.offline, a, b)
         assert found is None or found.tie, found
 
 
@@ -99,12 +99,12 @@ def test_running_ahead_changes_no_token(setup: Any, name: str) -> None:
 
 
 def test_a_stop_token_ends_an_answer_that_ran_ahead(setup: Any) -> None:
-    decoder = make_decoder(setup, 1)
+    engine = make_decoder(setup, 1)
     (request,) = make_requests(setup, 1, SETTINGS["greedy"])
-    (whole,) = answers(decoder, [request], SHAPES["dynamic"])
+    (whole,) = answers(engine, [request], SHAPES["dynamic"])
     stop = whole[10]
     stopping = replace(request, stop_tokens=frozenset({stop}))
-    assert answers(decoder, [stopping], SHAPES["dynamic"]) == [whole[: whole.index(stop) + 1]]
+    assert answers(engine, [stopping], SHAPES["dynamic"]) == [whole[: whole.index(stop) + 1]]
 
 
 def test_slots_that_take_new_requests_answer_as_alone(setup: Any) -> None:
@@ -118,16 +118,16 @@ def test_slots_that_take_new_requests_answer_as_alone(setup: Any) -> None:
 
 
 def test_another_temperature_needs_no_capture(setup: Any) -> None:
-    decoder = make_decoder(setup, 2)
+    engine = make_decoder(setup, 2)
     first, second = (
         make_requests(setup, 2, SamplingParams(temperature, top_p=top_p, seed=seed))
         for temperature, top_p, seed in ((1.0, 0.9, 1), (0.6, 0.7, 9))
     )
     for _ in range(2):
-        answers(decoder, first, SHAPES["chain"])
-    captured = decoder.rounds.captured
-    found = answers(decoder, second, SHAPES["chain"])
-    assert set(decoder.rounds.captured) == set(captured)
+        answers(engine, first, SHAPES["chain"])
+    captured = engine.cuda_graphs.captured
+    found = answers(engine, second, SHAPES["chain"])
+    assert set(engine.cuda_graphs.captured) == set(captured)
     assert found == answers(make_decoder(setup, 2, capture=False), second, SHAPES["chain"])
 
 

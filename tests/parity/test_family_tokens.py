@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.decoding import Request, run
 from support.familymaker import WINDOW
 from support.targetmaker import make_model
 from support.tiny import build_bundle, write_head, write_tokenizer
 
-from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.decoding.tree import TreeShape
-from eagle_run.engine.opening import open_engine
-from eagle_run.engine.request import Request
+from eagle_run.engine.loading import load_engine
+from eagle_run.params import SamplingParams
 
 PROMPT = (5, 9, 60, 33, 12, 7, 90, 41, 22, 17)
 TOKENS = 14
@@ -53,13 +53,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
 @pytest.mark.parametrize("kind", ["gpt-oss", "gemma3", "qwen3-moe", "llama4"])
 def test_trees_answer_as_plain_decoding_and_transformers_do(kind: str, built: Callable[[str], Built]) -> None:
     found = built(kind)
-    engine = open_engine(found.bundle, threads=1)
+    engine = load_engine(found.bundle, threads=1)
     greedy = Request(PROMPT, max_new_tokens=TOKENS)
-    sampled = Request(PROMPT, max_new_tokens=TOKENS, sampling=SamplingParams(0.8, seed=3))
-    plain = [engine.decode([request], TreeShape.plain()).tokens[0] for request in (greedy, sampled)]
+    sampled = Request(PROMPT, max_new_tokens=TOKENS, sampling=SamplingParams(temperature=0.8, seed=3))
+    plain = [run(engine, [request], TreeShape.plain()).token_ids[0] for request in (greedy, sampled)]
     for shape in (TreeShape.dynamic(3, 3, 10), TreeShape.chain(4)):
         for request, tokens in zip((greedy, sampled), plain, strict=True):
-            assert engine.decode([request], shape).tokens[0] == tokens, shape
+            assert run(engine, [request], shape).token_ids[0] == tokens, shape
     tokens = list(PROMPT)
     with torch.no_grad():
         for _ in range(TOKENS):  # without a cache, the slow way

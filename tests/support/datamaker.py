@@ -16,7 +16,7 @@ from eagle_export.data.generator import Generator, GeneratorOptions, Reply, open
 from eagle_export.data.openings import Openings, Section
 from eagle_export.data.settings import DataSettings
 from eagle_export.data.variety import Excluded, Seen
-from eagle_run.engine.request import Request
+from support.decoding import Request
 
 Outcome = namedtuple("Outcome", "code out err")
 Cli = Callable[..., Outcome]

@@ -21,10 +21,9 @@ from eagle_export.pipeline.options import BuildOptions
 from eagle_export.progress import Report
 from eagle_export.reference import recipe as recipes
 from eagle_export.reference.modules import Modules, eager_graphs, load_config, load_fitting_head, load_modules
-from eagle_run.decoding.tree import TreeShape
-from eagle_run.engine.decoder import Decoder
+from eagle_run.engine.engine import Engine
 from eagle_run.engine.model_runner import ModelRunner
-from eagle_run.engine.request import Piece, Request, Stats
+from eagle_run.engine.validation import EngineLimits
 from eagle_run.tokenizer import Tokenizer
 
 EOS = 1
@@ -201,22 +200,23 @@ def modules_of(target: Path, head: Path | None = None) -> Modules:
     return load_modules(found, loaded, torch.float32)
 
 
-def eager_decoder(
+def eager_engine(
     modules: Modules,
     *,
     batch: int = 1,
     max_seq_len: int = 128,
     chunk: int = 16,
     extra_rows: int = 64,
-    text: Tokenizer | None = None,
-) -> Decoder:
+    tokenizer: Tokenizer | None = None,
+    max_tree_nodes: int | None = None,
+) -> Engine:
     """The whole loop on the eager backend."""
     runner = ModelRunner(
         eager_graphs(modules, max_seq_len + extra_rows),
         batch=batch,
         draft_to_target=modules.draft_to_target,
     )
-    return Decoder(runner, max_seq_len=max_seq_len, chunk=chunk, text=text)
+    return Engine(runner, EngineLimits(max_seq_len, chunk, max_tree_nodes), tokenizer=tokenizer)
 
 
 def build_bundle(target: Path, head: Path | str, out: Path, **options: object) -> Path:
@@ -233,25 +233,3 @@ def build_bundle(target: Path, head: Path | str, out: Path, **options: object) -
     chosen = {**limits, **tree, **options}
     build(BuildOptions(target=str(target), head=str(head), out=out, **chosen), Report(quiet=True))  # type: ignore[arg-type]
     return out
-
-
-def answers_of(
-    decoder: Decoder,
-    requests: Sequence[Request],
-    shape: TreeShape,
-    *,
-    rule: str = "topk",
-    stats: Stats | None = None,
-) -> list[Answer]:
-    """Runs requests to their ends and puts the pieces of each together."""
-    pieces: list[list[Piece]] = [[] for _ in requests]
-    for piece in decoder.generate(requests, shape, rule=rule, stats=stats):
-        pieces[piece.index].append(piece)
-    return [
-        Answer(
-            tuple(token for piece in parts for token in piece.tokens),
-            "".join(piece.text for piece in parts),
-            parts[-1].finish_reason if parts else None,
-        )
-        for parts in pieces
-    ]

@@ -38,6 +38,16 @@ class SamplingFlags:
     top_p: bool
     min_p: bool
 
+    def joined(self, other: SamplingFlags) -> SamplingFlags:
+        """The code that the requests of both need together."""
+        return SamplingFlags(
+            all_greedy=self.all_greedy and other.all_greedy,
+            any_greedy=self.any_greedy or other.any_greedy,
+            top_k=self.top_k or other.top_k,
+            top_p=self.top_p or other.top_p,
+            min_p=self.min_p or other.min_p,
+        )
+
 
 @dataclass(frozen=True)
 class SamplingTensors:

@@ -19,7 +19,7 @@ import torch
 from eagle_run.backends.stream import on_stream, wait
 from eagle_run.bundle.loading import Bundle
 from eagle_run.decoding.config import SpeculativeConfig
-from eagle_run.decoding.sampling import sampling_flags, stack
+from eagle_run.decoding.sampling import SamplingFlags, sampling_flags, stack
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.engine.async_output import AsyncOutput, Read, SlotOutput
 from eagle_run.engine.cuda_graphs import CudaGraphRunner
@@ -90,6 +90,7 @@ class Engine:
         self._in_flight: deque[InFlightRound] = deque()
         self._async_output = AsyncOutput(runner.device, depth=1 + int(self.async_scheduling))
         self._states: dict[int, BatchState] = {}
+        self._flags: SamplingFlags | None = None
         self._round_start = 0.0  # of the oldest round in flight
         self.speculative = SpeculativeConfig()
         self.speculate_with(speculative or SpeculativeConfig())
@@ -147,6 +148,8 @@ class Engine:
             stopping_criterion=stopping_criterion,
         )
         sequences = [self._sequence(request, index, each) for index, each in enumerate(_answers(params))]
+        if not self._scheduler.unfinished:
+            self._flags = None
         self._requests[request_id] = sequences
         for sequence in sequences:
             self._scheduler.add(sequence)
@@ -348,9 +351,11 @@ class Engine:
     def _match_requests(self, state: BatchState, speculative: SpeculativeConfig) -> None:
         """Rounds run the code that all requests at hand need together, so that it changes seldom."""
         at_hand = [*self._scheduler.running, *self._scheduler.waiting]
-        state.sampling = replace(
-            state.sampling, flags=sampling_flags([sequence.params for sequence in at_hand])
-        )
+        flags = sampling_flags([sequence.params for sequence in at_hand])
+        if self.cuda_graphs.enabled:  # one that is captured serves until the engine has been idle
+            flags = flags if self._flags is None else flags.joined(self._flags)
+            self._flags = flags
+        state.sampling = replace(state.sampling, flags=flags)
         counts = [each.params.logprobs for each in at_hand if each.params.logprobs is not None]
         if not counts:
             state.logprobs = None

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from support.datamaker import PROMPTS, answer, generator_of, host_of, scripted
+from support.decoding import Request
 from support.tiny import modules_of
 
 from eagle_export.data.conversation import Conversation, Record, around_turn, end_of_turn
 from eagle_export.data.conversations import Prompt
 from eagle_export.data.generator import Generator
 from eagle_export.data.openings import Opening, Openings
-from eagle_run.decoding.sampling import SamplingParams
-from eagle_run.engine.request import Request
+from eagle_run.params import SamplingParams
 from eagle_run.tokenizer import Tokenizer
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.datamaker import Cli, shard_bytes
+from support.decoding import Request
 
 from eagle_export.data import converse
 from eagle_export.data.conversations import Prompt
@@ -17,9 +18,9 @@ from eagle_export.data.openings import Openings
 from eagle_export.data.quality import until_loop
 from eagle_export.data.settings import DataSettings
 from eagle_export.data.variety import Excluded, Seen
-from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.decoding.tree import TreeShape
-from eagle_run.engine.request import Request, Stats
+from eagle_run.metrics import Metrics
+from eagle_run.params import SamplingParams
 
 LENGTH, NEW = 250, 220
 PROMPTS = [(number, Prompt((f"q{number}",))) for number in range(8)]
@@ -65,14 +66,14 @@ def test_a_slot_whose_answer_ends_in_a_loop_takes_the_next(talking_target: Path)
     asked = [
         Request(
             tuple(generator.text.encode_chat([{"role": "user", "content": prompt.turns[0]}])),
-            SamplingParams(),
+            SamplingParams(temperature=0),
             max_new_tokens=NEW,
             until=until_loop,
         )
         for _, prompt in PROMPTS
     ]
-    stats, lengths, order = Stats(), [0] * len(asked), []
-    for piece in generator.decoder.generate(asked, TreeShape.plain(), stats=stats):
+    stats, lengths, order = Metrics(), [0] * len(asked), []
+    for piece in generator.generate(asked, TreeShape.plain(), metrics=metrics):
         lengths[piece.index] += len(piece.tokens)
         if piece.finish_reason is not None:
             order.append((piece.index, piece.finish_reason))
@@ -81,7 +82,7 @@ def test_a_slot_whose_answer_ends_in_a_loop_takes_the_next(talking_target: Path)
     free = [0, 0]  # by slot: the step at which it takes the next request
     for length in lengths:
         free[free.index(min(free))] += length
-    assert stats.steps == max(free)
+    assert metrics.steps == max(free)
     again = generator.run(asked, lambda _: None)  # nothing of the first run is left in the requests
     assert [len(reply.tokens) for reply in again] == lengths
 

@@ -42,7 +42,7 @@ def test_what_a_bundle_cannot(place: GeneratorOptions, length: int, message: str
 
 def test_engines_have_a_largest_batch(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = SimpleNamespace(backend="tensorrt", precision="fp16", device="cuda", graphs={})
-    monkeypatch.setattr(eagle_run.engine.graph_loading, "open_graphs", lambda *_, **__: opened)
+    monkeypatch.setattr(eagle_run.engine.graph_loading, "load_graphs", lambda *_, **__: opened)
     most = load_bundle(tiny_bundle).manifest.limits.max_batch
     with pytest.raises(UsageError, match=f"--batch {most + 1} passes the {most} that the engines"):
         open_generator(str(tiny_bundle), GeneratorOptions(batch=most + 1), 64, lambda _: None)
@@ -52,14 +52,14 @@ def test_a_bundle_that_is_replaced_while_it_is_opened(
     tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Data would be made by one target and signed by another."""
-    bundle, load = shutil.copytree(tiny_bundle, tmp_path / "b"), eagle_run.engine.graph_loading.open_graphs
+    bundle, load = shutil.copytree(tiny_bundle, tmp_path / "b"), eagle_run.engine.graph_loading.load_graphs
 
     def replaced(*arguments: Any, **options: Any) -> Any:
         manifest = json.loads((bundle / "manifest.json").read_text())
         (bundle / "manifest.json").write_text(json.dumps({**manifest, "name": "another"}))
         return load(*arguments, **options)
 
-    monkeypatch.setattr(eagle_run.engine.graph_loading, "open_graphs", replaced)
+    monkeypatch.setattr(eagle_run.engine.graph_loading, "load_graphs", replaced)
     with pytest.raises(EagleError, match="was replaced while it was read"):
         open_generator(str(bundle), GeneratorOptions(), 64, lambda _: None)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.tiny import answers_of, eager_decoder, modules_of
+from support.decoding import Request, answers_of
+from support.tiny import eager_engine, modules_of
 
 from eagle_export.engines.profiles import PROFILE_NAMES, choose_profiles
 from eagle_export.pipeline.options import EngineOptions
@@ -17,9 +18,8 @@ from eagle_run.backends.profiles import fits, tensor_range
 from eagle_run.bundle.manifest import Limits, TreeDefaults
 from eagle_run.bundle.tensors import GraphSpec, TensorSpec
 from eagle_run.decoding.tree import TreeShape, best_static
-from eagle_run.engine.decoder import Decoder
+from eagle_run.engine.engine import Engine
 from eagle_run.engine.model_runner import ModelRunner
-from eagle_run.engine.request import Request
 from eagle_run.errors import UsageError
 from eagle_run.tuning.forward_time import forward_seconds, fuse_seconds
 
@@ -85,35 +85,35 @@ def bound(precision: str, tiny_target: Path, tiny_head: Path) -> Shapes:
 def record(precision: str, modules: Modules, trees: Sequence[TreeShape]) -> Shapes:
     seen: Shapes = {"target": set(), "draft": set(), "fuse": set()}
     for batch in (1, LIMITS.max_batch):
-        decoder = eager_decoder(
+        engine = eager_engine(
             modules,
             batch=batch,
             max_seq_len=LIMITS.max_seq_len,
             chunk=LIMITS.prefill_chunk,
             extra_rows=ROWS - LIMITS.max_seq_len,
         )
-        decoder.max_nodes = LIMITS.max_tree_nodes
+        engine.max_nodes = LIMITS.max_tree_nodes
         like = ModelRunner(
-            decoder.runner.graphs, batch=1, draft_to_target=torch.arange(60), precision=precision
+            engine.runner.graphs, batch=1, draft_to_target=torch.arange(60), precision=precision
         )
-        decoder.runner.min_rows = like.min_rows
-        graphs = decoder.runner.graphs
+        engine.runner.min_rows = like.min_rows
+        graphs = engine.runner.graphs
         graphs.update({name: Recorder(graph, seen[name]) for name, graph in graphs.items()})
         for shape in trees:
-            _run(decoder, shape, "topk")
+            _run(engine, shape, "topk")
             if shape.kind != "dynamic":
-                _run(decoder, shape, "sampled")
+                _run(engine, shape, "sampled")
         if len(trees) == 1:
             continue
         for graph in ("target", "draft"):  # as `--tree auto` does
-            forward_seconds(decoder.runner, graph, LIMITS.max_tree_nodes, capture=False)
-        fuse_seconds(decoder.runner, capture=False)
+            forward_seconds(engine.runner, graph, LIMITS.max_tree_nodes, capture=False)
+        fuse_seconds(engine.runner, capture=False)
     return seen
 
 
-def _run(decoder: Decoder, shape: TreeShape, rule: str) -> None:
+def _run(engine: Engine, shape: TreeShape, rule: str) -> None:
     requests = [Request((5,) * length, max_new_tokens=2) for length in LENGTHS]
-    answers_of(decoder, requests, shape, rule=rule)
+    answers_of(engine, requests, shape, rule=rule)
 
 
 def test_the_recording_is_worth_something(bound: Shapes) -> None:

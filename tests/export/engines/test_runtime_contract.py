@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support import trtcontext, trtdouble, trtworld
+from support.decoding import request_of, run
 from support.trtdouble import World, write_engine
 
 from eagle_export.pipeline.compile import compile_bundle
@@ -20,7 +21,7 @@ from eagle_run.backends.engine_checks import check_header
 from eagle_run.backends.tensorrt import make_log
 from eagle_run.bundle.loading import Bundle, load_bundle
 from eagle_run.decoding.tree import TreeShape
-from eagle_run.engine.opening import open_engine
+from eagle_run.engine.loading import load_engine
 from eagle_run.errors import EagleError
 
 ENUMS = (
@@ -123,11 +124,11 @@ def test_a_real_manifest_decodes(compiled: Bundle, world: World, tmp_path: Path)
         entry["files"] = [{"path": entry["file"], "bytes": file.stat().st_size, "sha256": digest}]
     (root / "manifest.json").write_text(json.dumps(manifest))
 
-    engine = open_engine(root)
-    expected = open_engine(root, device="cpu", threads=1)
+    engine = load_engine(root)
+    expected = load_engine(root, device="cpu", threads=1)
     assert (engine.backend, expected.backend) == ("tensorrt-rtx", "onnxruntime")
-    assert set(engine.decoder.runner.graphs) == {"target", "fuse", "draft"}
-    requests = [engine.request(text, max_new_tokens=16) for text in ("one two", "three")]
+    assert set(engine.runner.graphs) == {"target", "fuse", "draft"}
+    requests = [request_of(engine, text, max_new_tokens=16) for text in ("one two", "three")]
     for shape in (TreeShape.plain(), TreeShape.dynamic(3, 3, 8)):
-        assert engine.decode(requests, shape).tokens == expected.decode(requests, shape).tokens
+        assert run(engine, requests, shape).tokens == expected.decode(requests, shape).tokens
     assert load_bundle(root).manifest.artifacts == engine.bundle.manifest.artifacts

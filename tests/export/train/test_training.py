@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.tiny import answers_of, eager_decoder, modules_of
+from support.decoding import Request, answers_of
+from support.tiny import eager_engine, modules_of
 from support.trainset import SETTINGS, VOCAB, WIDTH, answers_by, batch_of, head_of, request_of, spec_of
 
 from eagle_export.progress import Report
@@ -27,9 +28,8 @@ from eagle_export.train.samples import load_samples
 from eagle_export.train.settings import TrainSettings
 from eagle_export.train.trainer import Trainer, learning_rate
 from eagle_run.decoding.tree import TreeShape
-from eagle_run.engine.decoder import Stats
-from eagle_run.engine.request import Request
 from eagle_run.errors import EagleError, UsageError
+from eagle_run.metrics import Metrics
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "eagle1"])
@@ -69,12 +69,12 @@ def test_a_trained_head_speeds_decoding_up(learned: Path, trained: Path) -> None
     modules = modules_of(learned, trained)
     prompts = [tuple(row) for row in answers_by(learned, count=12, prompt=12, new=1)]
     requests = [Request(prompt[:-1], max_new_tokens=48) for prompt in prompts[6:]]
-    stats = Stats()
-    decoder = eager_decoder(modules, batch=2)
-    drafted = answers_of(decoder, requests, TreeShape.chain(4), stats=stats)
-    plain = answers_of(decoder, requests, TreeShape.plain())
+    metrics = Metrics()
+    engine = eager_engine(modules, batch=2)
+    drafted = answers_of(engine, requests, TreeShape.chain(4), metrics=metrics)
+    plain = answers_of(engine, requests, TreeShape.plain())
     assert [a.tokens for a in drafted] == [a.tokens for a in plain]
-    assert stats.tokens_per_round > 1.5
+    assert metrics.tokens_per_round > 1.5
 
 
 def test_validation_foretells_what_decoding_gives(learned: Path, trained: Path, data: Path) -> None:
@@ -84,13 +84,13 @@ def test_validation_foretells_what_decoding_gives(learned: Path, trained: Path, 
     _, held = split(len(samples), SETTINGS.validation, SETTINGS.seed)
     rows = [samples.conversation(number)[0].tolist() for number in held.tolist()]
     requests = [Request(tuple(row[:8]), max_new_tokens=len(row) - 8) for row in rows]
-    stats = Stats()
-    decoder = eager_decoder(modules_of(learned, trained), batch=2)
-    answers = answers_of(decoder, requests, TreeShape.chain(SETTINGS.steps), stats=stats)
+    metrics = Metrics()
+    engine = eager_engine(modules_of(learned, trained), batch=2)
+    answers = answers_of(engine, requests, TreeShape.chain(SETTINGS.steps), metrics=metrics)
     assert [list(answer.tokens) for answer in answers] == [row[8:] for row in rows]
     foretold = facts["best"]["validation"]["tokens_per_round"]
     tokens = sum(len(answer.tokens) for answer in answers)  # what a last round emits beyond is not counted
-    assert tokens / stats.rounds == pytest.approx(foretold, rel=0.02)
+    assert tokens / metrics.rounds == pytest.approx(foretold, rel=0.02)
 
 
 def test_training_is_told(trained: Path) -> None:

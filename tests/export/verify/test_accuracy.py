@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.decoding import Request
 from support.tiny import EOS, modules_of, write_target
 
 from eagle_export.progress import Report
@@ -19,7 +20,6 @@ from eagle_export.verify.accuracy import choose_requests, measure, runnable_grap
 from eagle_run.bundle.manifest import Limits
 from eagle_run.bundle.records import AccuracyInfo
 from eagle_run.decoding.tree import TreeShape
-from eagle_run.engine.request import Request
 from eagle_run.errors import EagleError
 from eagle_run.tokenizer import Tokenizer
 

@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from support.decoding import request_of, run
 from support.tinybundle import make_bundle
 from support.trtdouble import STREAM, Misuse, World, add_engines, double_gpu, make_library, tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_run.backends.tensorrt import TensorRTGraph, load_engines
 from eagle_run.bundle.loading import Bundle, load_bundle
-from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.engine.cuda_graphs import CudaGraphRunner
-from eagle_run.engine.decoder import Decoder
-from eagle_run.engine.opening import Engine, open_engine
+from eagle_run.engine.engine import Engine
+from eagle_run.engine.loading import load_engine
 from eagle_run.errors import EagleError
+from eagle_run.params import SamplingParams
 
 SHAPES = (TreeShape.plain(), TreeShape.chain(2), TreeShape.dynamic(3, 3, 8))
 PROMPTS = ("hello there", "a much longer prompt than a chunk of sixteen, so that it takes several", "x")
@@ -36,8 +37,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answers(engine: Engine, shape: TreeShape, temperature: float = 0.0) -> list[list[int]]:
     sampling = SamplingParams(temperature=temperature, seed=3)
-    requests = [engine.request(text, sampling=sampling, max_new_tokens=12) for text in PROMPTS]
-    return engine.decode(requests, shape).tokens
+    requests = [request_of(engine, text, sampling=sampling, max_new_tokens=12) for text in PROMPTS]
+    return run(engine, requests, shape).tokens
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -46,8 +47,8 @@ def test_tokens_are_those_of_onnx_runtime(
     engines: Path, world: World, backend: str, capability: str, batch: int
 ) -> None:
     world.capability = capability
-    expected = open_engine(engines, backend="onnxruntime", device="cpu", threads=1, batch=batch)
-    engine = open_engine(engines, batch=batch)
+    expected = load_engine(engines, backend="onnxruntime", device="cpu", threads=1, batch=batch)
+    engine = load_engine(engines, batch=batch)
     assert (engine.backend, expected.backend) == (backend, "onnxruntime")
     for shape in SHAPES:
         for temperature in (0.0, 0.8):
@@ -81,18 +82,16 @@ class Replaying:
 
 def test_rounds_can_be_captured(engines: Path, world: World) -> None:
     """From its second time on a round only enqueues: no shape, address, profile or memory is set."""
-    engine = open_engine(engines)
+    engine = load_engine(engines)
     limits = engine.bundle.manifest.limits
     rounds = CudaGraphRunner("cpu", recorder=Replaying(world))
-    decoder = Decoder(
-        engine.decoder.runner, max_seq_len=limits.max_seq_len, chunk=limits.prefill_chunk, rounds=rounds
-    )
-    requests = [engine.request(text, max_new_tokens=30) for text in PROMPTS]
+    engine = Engine(engine.runner, max_seq_len=limits.max_seq_len, chunk=limits.prefill_chunk, rounds=rounds)
+    requests = [request_of(engine, text, max_new_tokens=30) for text in PROMPTS]
     for shape in SHAPES:
         tokens: dict[int, list[int]] = {}
-        for piece in decoder.generate(requests, shape):
+        for piece in engine.generate(requests, shape):
             tokens.setdefault(piece.index, []).extend(piece.tokens)
-        plain = engine.decode(requests, TreeShape.plain()).tokens
+        plain = run(engine, requests, TreeShape.plain()).tokens
         assert [tokens[i] for i in range(len(requests))] == plain
     assert rounds.replays > 20
 
@@ -131,11 +130,11 @@ def test_a_run_is_one_call(loaded: TensorRTGraph, world: World) -> None:
 def test_each_set_of_shapes_has_its_context(loaded: TensorRTGraph, world: World) -> None:
     runs = [loaded.bind(tensors(loaded, T=rows, R=rows)) for rows in (1, 2, 3)]
     assert [context.active_optimization_profile for context in world.contexts] == [2, 1, 1]
-    for run in runs:
-        run()
+    for one in runs:
+        one()
     world.capturing = True
-    for run in runs:
-        run()
+    for one in runs:
+        one()
 
 
 def test_a_first_run_must_not_be_captured(loaded: TensorRTGraph, world: World) -> None:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.decoding import GREEDY, request_of, run
 
-from eagle_run.bench.result import merge
+from eagle_run.bench import runner
+from eagle_run.bench.mismatch import find_mismatch, next_logits
+from eagle_run.bench.result import BenchResult
 from eagle_run.bench.runner import bench
 from eagle_run.datasets import Question, read_prompts, read_questions
-from eagle_run.decoding.sampling import SamplingParams
+from eagle_run.decoding.config import SpeculativeConfig
 from eagle_run.decoding.tree import TreeShape, best_static
-from eagle_run.engine.mismatch import find_mismatch, next_logits
-from eagle_run.engine.opening import Engine, open_engine
-from eagle_run.engine.request import Stats
+from eagle_run.engine.engine import Engine
+from eagle_run.engine.offline import OfflineRun, run_offline
 from eagle_run.errors import EagleError, UsageError
+from eagle_run.llm import LLM
+from eagle_run.params import SamplingParams
 
 QUESTIONS = [
     Question("81", "writing", ("hello there", "and now?")),
@@ -28,12 +34,24 @@ TREE = TreeShape.dynamic(2, 2, 5)
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_bundle: Path) -> Engine:
-    return open_engine(tiny_bundle, threads=1)
+def llm(tiny_bundle: Path) -> LLM:
+    return LLM(tiny_bundle, threads=1)
 
 
-def test_report_has_what_the_design_promises(engine: Engine) -> None:
-    report = bench(engine, QUESTIONS, TREE, max_new_tokens=16).report(per_prompt=True)
+@pytest.fixture(scope="module")
+def engine(llm: LLM) -> Engine:
+    return llm.engine
+
+
+def measured(llm: LLM, questions: list[Question], max_tokens: int = 16, **options: Any) -> BenchResult:
+    """A benchmark of TREE, greedy unless options say otherwise."""
+    params = replace(options.pop("params", GREEDY), max_tokens=max_tokens)
+    speculative = SpeculativeConfig(options.pop("tree", TREE), options.pop("rule", "topk"))
+    return bench(llm, questions, params, speculative=speculative, **options)
+
+
+def test_report_has_what_the_design_promises(llm: LLM) -> None:
+    report = measured(llm, QUESTIONS).report(per_prompt=True)
     json.dumps(report)
     assert report["bundle"] == "tiny"
     assert report["prompts"] == 3
@@ -58,19 +76,16 @@ def test_report_has_what_the_design_promises(engine: Engine) -> None:
     assert [entry["ids"] for entry in report["per_prompt"]] == [["81"], ["81"], ["82"], ["83"]]
 
 
-def test_order_alternates_and_warm_up_is_not_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_alternates_and_warm_up_is_not_counted(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    decode = Engine.decode
 
-    def spy(self: Engine, requests: Any, shape: TreeShape, **options: Any) -> Any:
-        order.append(shape.kind)
-        return decode(self, requests, shape, **options)
+    def spy(engine: Engine, requests: Any, speculative: SpeculativeConfig) -> OfflineRun:
+        order.append(speculative.tree.kind)
+        return run_offline(engine, requests, speculative)
 
-    monkeypatch.setattr(Engine, "decode", spy)
+    monkeypatch.setattr(runner, "run_offline", spy)
     told: list[int] = []
-    result = bench(
-        engine, QUESTIONS[1:], TREE, max_new_tokens=4, repeat=2, progress=lambda done, _: told.append(done)
-    )
+    result = measured(llm, QUESTIONS[1:], 4, repeat=2, progress=lambda done, _: told.append(done))
     pair = ["plain", "dynamic"]
     assert order == pair + 2 * (pair + pair[::-1])
     assert told == [1, 2]
@@ -78,56 +93,60 @@ def test_order_alternates_and_warm_up_is_not_counted(engine: Engine, monkeypatch
     assert result.report()["plain"]["tokens"] == 8
 
 
-def test_later_turns_follow_the_first_answer(engine: Engine) -> None:
-    result = bench(engine, QUESTIONS[:1], TREE, max_new_tokens=8)
+def test_later_turns_follow_the_first_answer(llm: LLM) -> None:
+    result = measured(llm, QUESTIONS[:1], 8)
     first, second = result.pairs
-    said = first.plain[0].answers[0].text
     history = [
         {"role": "user", "content": "hello there"},
-        {"role": "assistant", "content": said},
+        {"role": "assistant", "content": first.plain[0].outputs[0].outputs[0].text},
         {"role": "user", "content": "and now?"},
     ]
-    assert second.plain[0].stats.prompt_tokens == len(engine.request(history).prompt)
+    assert second.plain[0].metrics.prompt_tokens == len(request_of(llm.engine, history).prompt)
 
 
-def test_turns_beyond_the_context_are_skipped_and_counted(engine: Engine) -> None:
+def test_turns_beyond_the_context_are_skipped_and_counted(llm: LLM) -> None:
     long = Question("9", "", ("x" * 120, "y" * 120))
-    result = bench(engine, [long], TREE, max_new_tokens=4)
+    result = measured(llm, [long], 4)
     assert len(result.pairs) == 1
     assert result.report()["skipped_turns"] == 1
     with pytest.raises(EagleError, match="question 10 has"):
-        bench(engine, [QUESTIONS[0], Question("10", "", ("x" * 300,))], TREE)
+        measured(llm, [QUESTIONS[0], Question("10", "", ("x" * 300,))])
 
 
-def test_batches_give_the_same_counts(tiny_bundle: Path, engine: Engine) -> None:
-    together = bench(open_engine(tiny_bundle, threads=1, batch=2), QUESTIONS, TREE, max_new_tokens=12)
-    alone = bench(engine, QUESTIONS, TREE, max_new_tokens=12)
+def test_batches_give_the_same_counts(tiny_bundle: Path, llm: LLM) -> None:
+    together, alone = (measured(each, QUESTIONS, 12) for each in (LLM(tiny_bundle, threads=1, batch=2), llm))
     a, b = together.report()["speculative"], alone.report()["speculative"]
     assert a["acceptance_by_depth"] == b["acceptance_by_depth"]
     assert a["tokens"] == b["tokens"]
     assert together.identical_outputs == 1.0
 
 
-def test_sampled_drafts_are_not_compared_token_by_token(engine: Engine) -> None:
-    sampling = SamplingParams(temperature=1.0, seed=1)
-    result = bench(engine, QUESTIONS[1:], best_static(2, 2, 5), sampling, rule="sampled", max_new_tokens=12)
+def test_sampled_drafts_are_not_compared_token_by_token(llm: LLM) -> None:
+    options: dict[str, Any] = {"tree": best_static(2, 2, 5), "rule": "sampled"}
+    params = SamplingParams(temperature=1.0, seed=1)
+    result = measured(llm, QUESTIONS[1:], 12, params=params, **options)
     assert result.identical_outputs is None
     assert result.report()["mismatches"] == []
-    greedy = bench(engine, QUESTIONS[1:], best_static(2, 2, 5), rule="sampled", max_new_tokens=12)
-    assert greedy.identical_outputs == 1.0
+    assert measured(llm, QUESTIONS[1:], 12, **options).identical_outputs == 1.0
 
 
-def test_a_difference_is_reported(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = Engine.decode
+def changed(run: OfflineRun, position: int, token: Callable[[int], int]) -> OfflineRun:
+    """The run with another token in its first answer."""
+    output = run.outputs[0]
+    completion = output.outputs[0]
+    tokens = list(completion.token_ids)
+    tokens[position] = token(tokens[position])
+    wrong = replace(output, outputs=(replace(completion, token_ids=tuple(tokens)),))
+    return replace(run, outputs=[wrong, *run.outputs[1:]])
 
-    def wrong(self: Engine, requests: Any, shape: TreeShape, **options: Any) -> Any:
-        decoded = decode(self, requests, shape, **options)
-        if shape.kind != "plain":
-            decoded.answers[0].tokens[2] += 1
-        return decoded
 
-    monkeypatch.setattr(Engine, "decode", wrong)
-    result = bench(engine, QUESTIONS[1:], TREE, max_new_tokens=6)
+def test_a_difference_is_reported(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(engine: Engine, requests: Any, speculative: SpeculativeConfig) -> OfflineRun:
+        run = run_offline(engine, requests, speculative)
+        return changed(run, 2, lambda token: token + 1) if speculative.drafts else run
+
+    monkeypatch.setattr(runner, "run_offline", wrong)
+    result = measured(llm, QUESTIONS[1:], 6)
     assert result.identical_outputs == 0.0
     found = result.report()["mismatches"]
     assert [(entry["id"], entry["position"], entry["tie"]) for entry in found] == [
@@ -137,61 +156,55 @@ def test_a_difference_is_reported(engine: Engine, monkeypatch: pytest.MonkeyPatc
     assert all(entry["gap"] > 1e-3 for entry in found)
 
 
-def test_a_run_that_does_not_repeat_itself_is_an_error(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decode, count = Engine.decode, iter(range(100))
+def test_a_run_that_does_not_repeat_itself_is_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = iter(range(100))
 
-    def unsteady(self: Engine, requests: Any, shape: TreeShape, **options: Any) -> Any:
-        decoded = decode(self, requests, shape, **options)
-        decoded.answers[0].tokens[0] = next(count)
-        return decoded
+    def unsteady(engine: Engine, requests: Any, speculative: SpeculativeConfig) -> OfflineRun:
+        return changed(run_offline(engine, requests, speculative), 0, lambda _: next(count))
 
-    monkeypatch.setattr(Engine, "decode", unsteady)
+    monkeypatch.setattr(runner, "run_offline", unsteady)
     with pytest.raises(EagleError, match="second time"):
-        bench(engine, QUESTIONS[1:], TREE, max_new_tokens=4, repeat=2)
+        measured(llm, QUESTIONS[1:], 4, repeat=2)
 
 
-def test_nothing_to_measure(engine: Engine) -> None:
+def test_nothing_to_measure(llm: LLM) -> None:
     with pytest.raises(UsageError):
-        bench(engine, [], TREE)
+        measured(llm, [])
     with pytest.raises(UsageError):
-        bench(engine, QUESTIONS, TREE, repeat=0)
+        measured(llm, QUESTIONS, repeat=0)
 
 
 @pytest.mark.parametrize("length", [1, 7, 33])
 def test_next_logits_are_those_of_decoding(engine: Engine, length: int) -> None:
-    prompt = engine.request("a prompt of more than one chunk, yes", raw=True).prompt[:length]
-    logits = next_logits(engine.decoder.runner, prompt, chunk=engine.decoder.chunk)
-    request = engine.request("x", max_new_tokens=1)
-    from dataclasses import replace
-
-    token = engine.decode([replace(request, prompt=prompt)], TreeShape.plain()).tokens[0][0]
+    prompt = request_of(engine, "a prompt of more than one chunk, yes", raw=True).prompt[:length]
+    logits = next_logits(engine.runner, prompt, chunk=engine.limits.prefill_chunk)
+    request = request_of(engine, "x", max_new_tokens=1)
+    token = run(engine, [replace(request, prompt=prompt)], TreeShape.plain()).token_ids[0][0]
     assert int(logits.argmax()) == token
 
 
-def _compare(engine: Engine, tokens: list[int], sampling: SamplingParams, changed: dict[int, int]) -> Any:
-    request = engine.request("hello there", sampling=sampling)
-    other = [changed.get(place, token) for place, token in enumerate(tokens)]
-    return find_mismatch(engine.decoder.runner, request, tokens, other, chunk=engine.decoder.chunk)
+def _compare(engine: Engine, tokens: Sequence[int], sampling: SamplingParams, changes: dict[int, int]) -> Any:
+    request = request_of(engine, "hello there", sampling=sampling)
+    other = [changes.get(place, token) for place, token in enumerate(tokens)]
+    return find_mismatch(engine, request.offline, tokens, other)
 
 
 def test_gap_at_temperature_zero_is_the_missing_logit(engine: Engine) -> None:
-    request = engine.request("hello there", max_new_tokens=6)
-    tokens = engine.decode([request], TreeShape.plain()).tokens[0]
-    logits = next_logits(engine.decoder.runner, [*request.prompt, *tokens[:4]], chunk=16)
+    request = request_of(engine, "hello there", max_new_tokens=6)
+    tokens = run(engine, [request], TreeShape.plain()).token_ids[0]
+    logits = next_logits(engine.runner, [*request.prompt, *tokens[:4]], chunk=16)
     second = int(logits.topk(2).indices[1])
-    found = _compare(engine, tokens, SamplingParams(), {4: second, 5: 0})
+    found = _compare(engine, tokens, SamplingParams(temperature=0), {4: second, 5: 0})
     assert (found.position, found.plain, found.speculative) == (4, tokens[4], second)
     assert found.gap == pytest.approx(float(logits.max() - logits[second]), rel=1e-5)
-    assert _compare(engine, tokens, SamplingParams(), {}) is None
+    assert _compare(engine, tokens, SamplingParams(temperature=0), {}) is None
 
 
 def test_gap_above_zero_is_how_far_the_coin_lies_outside(engine: Engine) -> None:
     sampling = SamplingParams(temperature=0.8, top_k=20, seed=11)
-    request = engine.request("hello there", sampling=sampling, max_new_tokens=6)
-    tokens = engine.decode([request], TreeShape.plain()).tokens[0]
-    logits = next_logits(engine.decoder.runner, [*request.prompt, *tokens[:3]], chunk=16)
+    request = request_of(engine, "hello there", sampling=sampling, max_new_tokens=6)
+    tokens = run(engine, [request], TreeShape.plain()).token_ids[0]
+    logits = next_logits(engine.runner, [*request.prompt, *tokens[:3]], chunk=16)
     kept = logits.topk(20).indices
     p = torch.zeros_like(logits).double()
     p[kept] = torch.softmax(logits[kept].double() / 0.8, -1)
@@ -204,20 +217,10 @@ def test_gap_above_zero_is_how_far_the_coin_lies_outside(engine: Engine) -> None
 
 
 def test_an_answer_that_ends_early_has_no_gap(engine: Engine) -> None:
-    request = engine.request("hello there")
-    found = find_mismatch(engine.decoder.runner, request, [5, 6], [5], chunk=16)
+    request = request_of(engine, "hello there")
+    found = find_mismatch(engine, request.offline, [5, 6], [5])
     assert found is not None
     assert (found.position, found.plain, found.speculative, found.gap, found.tie) == (1, 6, None, None, False)
-
-
-def test_merge_adds_everything() -> None:
-    a, b = Stats(tokens=3, prefill_seconds=1.0), Stats(tokens=4, prefill_seconds=0.5)
-    a.count([3, 1])
-    b.count([2])
-    total = merge([a, b])
-    assert (total.tokens, total.prefill_seconds, total.rounds, total.emitted) == (7, 1.5, 3, 6)
-    assert total.reached == [3, 2, 1]
-    assert total.acceptance_by_depth == pytest.approx([2 / 3, 1 / 2])
 
 
 def _write(path: Path, *lines: Any) -> Path:

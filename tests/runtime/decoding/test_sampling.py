@@ -24,8 +24,8 @@ from eagle_run.decoding.sampling import (
     draw,
     sample_children,
     sample_without_replacement,
+    sampling_flags,
     stack,
-    switches,
     to_weights,
 )
 from eagle_run.errors import UsageError
@@ -86,10 +86,10 @@ def test_distribution_equals_a_sort(rows: list[tuple[list[float], SamplingParams
 @pytest.mark.parametrize(
     "s",
     [
-        SamplingParams(0.7, top_k=20),
-        SamplingParams(1.3, top_p=0.9),
-        SamplingParams(1.0, min_p=0.02),
-        SamplingParams(0.9, top_k=50, top_p=0.8, min_p=0.03),
+        SamplingParams(temperature=0.7, top_k=20),
+        SamplingParams(temperature=1.3, top_p=0.9),
+        SamplingParams(temperature=1.0, min_p=0.02),
+        SamplingParams(temperature=0.9, top_k=50, top_p=0.8, min_p=0.03),
     ],
 )
 def test_distribution_equals_transformers(s: SamplingParams, vocab: int) -> None:
@@ -113,10 +113,10 @@ def test_a_slot_does_not_depend_on_the_others() -> None:
     torch.manual_seed(2)
     logits = torch.randn(4, 3, 1024) * 2
     mixed = [
-        SamplingParams(),
-        SamplingParams(1.0),
-        SamplingParams(0.6, top_k=7, min_p=0.1),
-        SamplingParams(1.1, top_p=0.7),
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.6, top_k=7, min_p=0.1),
+        SamplingParams(temperature=1.1, top_p=0.7),
     ]
     together = distribution(logits, stack(mixed))
     for slot, s in enumerate(mixed):
@@ -132,14 +132,14 @@ def test_argmax_takes_the_lowest_of_equals(vocab: int) -> None:
     logits = torch.randint(0, 4, (3, 2, vocab)).float()
     expected = [[row.index(max(row)) for row in slot] for slot in logits.tolist()]
     assert argmax(logits).tolist() == expected
-    assert distribution(logits, stack([SamplingParams()] * 3)).argmax(-1).tolist() == expected
-    assert distribution(logits, stack([SamplingParams()] * 3)).sum(-1).eq(1).all()
+    assert distribution(logits, stack([SamplingParams(temperature=0)] * 3)).argmax(-1).tolist() == expected
+    assert distribution(logits, stack([SamplingParams(temperature=0)] * 3)).sum(-1).eq(1).all()
 
 
 def test_temperature_near_zero_is_greedy_and_finite() -> None:
     logits = torch.tensor([[1e4, 1e4 - 1, -1e4, -math.inf]])
-    assert distribution(logits, stack([SamplingParams(1e-6)])).tolist() == [[1, 0, 0, 0]]
-    assert distribution(logits, stack([SamplingParams(1e6)])).isfinite().all()
+    assert distribution(logits, stack([SamplingParams(temperature=1e-6)])).tolist() == [[1, 0, 0, 0]]
+    assert distribution(logits, stack([SamplingParams(temperature=1e6)])).isfinite().all()
 
 
 @given(
@@ -224,12 +224,14 @@ def test_without_replacement_marks_missing_children(u: float) -> None:
 def test_children_of_a_greedy_slot_are_the_best_ones() -> None:
     torch.manual_seed(4)
     logits = torch.randn(2, 3, 128)
-    both = stack([SamplingParams(), SamplingParams(0.8, seed=5)])
+    both = stack([SamplingParams(temperature=0), SamplingParams(temperature=0.8, seed=5)])
     tokens, q = sample_children(logits, 4, both, torch.tensor([10, 20]))
     assert torch.equal(tokens[0].view(3, 4), logits[0].topk(4).indices)
     assert torch.equal(q, draft_distribution(logits, both))
     torch.testing.assert_close(q[1], (logits[1] / 0.8).softmax(-1))
-    alone, _ = sample_children(logits[1:], 4, stack([SamplingParams(0.8, seed=5)]), torch.tensor([20]))
+    alone, _ = sample_children(
+        logits[1:], 4, stack([SamplingParams(temperature=0.8, seed=5)]), torch.tensor([20])
+    )
     assert torch.equal(tokens[1:], alone)
     coins = uniform(torch.tensor(5), 20, CHILD, torch.arange(12)).view(1, 3, 4)
     assert torch.equal(alone.view(1, 3, 4), sample_without_replacement(q[1:], coins))
@@ -238,16 +240,18 @@ def test_children_of_a_greedy_slot_are_the_best_ones() -> None:
 def test_draft_probabilities_lie_on_the_grid() -> None:
     torch.manual_seed(5)
     logits = torch.randn(1, 2, 999) * 20
-    q = draft_distribution(logits, stack([SamplingParams(0.4)]))
+    q = draft_distribution(logits, stack([SamplingParams(temperature=0.4)]))
     assert torch.equal(to_weights(q).double() / 2.0**52, q.double())
 
 
 def test_switches_name_the_code_that_is_needed() -> None:
-    greedy = switches([SamplingParams(0.0, top_k=5, top_p=0.5, min_p=0.5)] * 2)
+    greedy = sampling_flags([SamplingParams(temperature=0.0, top_k=5, top_p=0.5, min_p=0.5)] * 2)
     assert (greedy.all_greedy, greedy.top_k, greedy.top_p, greedy.min_p) == (True, False, False, False)
-    mixed = switches([SamplingParams(), SamplingParams(1.0, top_p=0.5)])
+    mixed = sampling_flags([SamplingParams(temperature=0), SamplingParams(temperature=1.0, top_p=0.5)])
     assert (mixed.all_greedy, mixed.any_greedy, mixed.top_k, mixed.top_p) == (False, True, False, True)
-    assert hash(mixed) == hash(switches([SamplingParams(0.4, top_p=0.2), SamplingParams()]))
+    assert hash(mixed) == hash(
+        sampling_flags([SamplingParams(temperature=0.4, top_p=0.2), SamplingParams(temperature=0)])
+    )
 
 
 @pytest.mark.parametrize(
@@ -281,7 +285,10 @@ def test_nothing_reads_the_host() -> None:
 
     On the device "cpu": a build without CUDA can not index fake CUDA tensors.
     """
-    mixed = [SamplingParams(), SamplingParams(1.0, top_k=5, top_p=0.5, min_p=0.1, seed=3)]
+    mixed = [
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=1.0, top_k=5, top_p=0.5, min_p=0.1, seed=3),
+    ]
     with FakeTensorMode():
         s: SamplingTensors = stack(mixed)
         logits = torch.randn(2, 3, 1024)

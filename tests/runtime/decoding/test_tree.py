@@ -21,9 +21,10 @@ from eagle_run.decoding.drafting import (
     rerank,
     start,
 )
-from eagle_run.decoding.sampling import SamplingParams, sample_children, stack
+from eagle_run.decoding.sampling import sample_children, stack
 from eagle_run.decoding.tree import TreeShape, best_static, parse_tree
 from eagle_run.errors import UsageError
+from eagle_run.params import SamplingParams
 
 Path = tuple[int, ...]  # draft ids from the root's child down
 LogQ = Callable[[Path], list[float]]
@@ -234,7 +235,7 @@ def test_sampled_rows_belong_to_their_nodes(parents: tuple[int, ...], seed: int)
     table = (
         torch.randn(VOCAB + 9, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
     )  # token -> logits
-    s = stack([SamplingParams(0.7, seed=seed), SamplingParams()])
+    s = stack([SamplingParams(temperature=0.7, seed=seed), SamplingParams(temperature=0)])
     to_target = torch.arange(VOCAB) + 4
     position = torch.tensor([50, 60])
     grow = start(TreeTables.build(shape), torch.tensor([1, 2]), to_target)

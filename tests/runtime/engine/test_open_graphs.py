@@ -16,8 +16,8 @@ from eagle_run.backends.gpu import find_gpu
 from eagle_run.bundle.engine_backends import compile_command
 from eagle_run.bundle.loading import Bundle, load_bundle
 from eagle_run.engine import graph_loading as opening
-from eagle_run.engine.graph_loading import open_graphs
-from eagle_run.engine.opening import open_engine
+from eagle_run.engine.graph_loading import load_graphs
+from eagle_run.engine.loading import load_engine
 from eagle_run.errors import EagleError, UsageError
 
 
@@ -38,7 +38,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def opened(bundle: Bundle, **options: Any) -> tuple[str, str, list[str]]:
     said: list[str] = []
-    found = open_graphs(bundle, threads=1, log=said.append, **options)
+    found = load_graphs(bundle, threads=1, log=said.append, **options)
     assert set(found.graphs) == {"target", "draft"}
     return found.backend, found.precision, said
 
@@ -55,11 +55,11 @@ def test_engines_for_this_gpu_are_taken(root: Path, world: World) -> None:
 
 def test_what_runs_is_what_is_reported(root: Path, world: World) -> None:
     add_engines(root, "tensorrt", precision="fp8")
-    engine = open_engine(root)
-    assert (engine.backend, engine.precision, engine.device) == ("tensorrt", "fp8", "cpu")
-    assert engine.decoder.runner.min_rows == 2
-    engine = open_engine(root, device="cpu", threads=1)
-    assert (engine.backend, engine.precision, engine.device) == ("onnxruntime", "fp32", "cpu")
+    engine = load_engine(root)
+    assert (engine.backend, engine.runner.precision, engine.device) == ("tensorrt", "fp8", "cpu")
+    assert engine.runner.min_rows == 2
+    engine = load_engine(root, device="cpu", threads=1)
+    assert (engine.backend, engine.runner.precision, engine.device) == ("onnxruntime", "fp32", "cpu")
 
 
 def test_an_exact_engine_goes_before_a_compatible_one(root: Path, world: World) -> None:
@@ -114,7 +114,7 @@ def test_engines_of_some_graphs_only(root: Path, world: World) -> None:
     (root / "manifest.json").write_text(json.dumps(manifest))
     bundle = load_bundle(root)
     assert opened(bundle)[0] == "onnxruntime"
-    assert open_graphs(bundle, with_draft=False).backend == "tensorrt-rtx"
+    assert load_graphs(bundle, with_draft=False).backend == "tensorrt-rtx"
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -148,7 +148,7 @@ def test_torch_with_cuda_but_no_driver(root: Path, monkeypatch: pytest.MonkeyPat
 )
 def test_options_that_make_no_sense(bare: Path, options: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        open_graphs(load_bundle(bare), **options)  # type: ignore[arg-type]
+        load_graphs(load_bundle(bare), **options)  # type: ignore[arg-type]
 
 
 def test_the_gpu_that_torch_would_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagle_run.engine.loading import load_engine
 from eagle_run.engine.model_runner import Forward, ModelRunner
-from eagle_run.engine.opening import open_engine
 from eagle_run.engine.prefill import fill
 
 KV = 32
@@ -18,7 +18,7 @@ KV = 32
 @pytest.fixture(scope="module")
 def runner(built_bundle: Path) -> ModelRunner:
     """A runner that takes its graphs for FP8 ones; the padding does not ask what is in them."""
-    graphs = open_engine(built_bundle).decoder.runner.graphs
+    graphs = load_engine(built_bundle).decoder.runner.graphs
     return ModelRunner(graphs, batch=1, draft_to_target=torch.arange(60), precision="fp8")
 
 
@@ -63,6 +63,6 @@ def test_a_lone_row_equals_the_first_of_many(runner: ModelRunner) -> None:
 
 
 def test_other_precisions_run_one_row_as_one(built_bundle: Path) -> None:
-    runner = open_engine(built_bundle).decoder.runner
+    runner = load_engine(built_bundle).decoder.runner
     assert runner.min_rows == 1
     assert runner.target(1, 1, KV).inputs["input_ids"].untyped_storage().nbytes() == 8

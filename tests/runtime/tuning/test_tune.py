@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.decoding import GREEDY, request_of, run
 from support.tinybundle import make_bundle
 
-from eagle_run.decoding.sampling import SamplingParams
+from eagle_run.decoding.config import AcceptanceRule
 from eagle_run.decoding.tree import TreeShape, best_static
-from eagle_run.engine.decoder import Decoder
-from eagle_run.engine.opening import Engine, open_engine
+from eagle_run.engine.engine import Engine
+from eagle_run.engine.loading import load_engine
+from eagle_run.engine.validation import EngineLimits
+from eagle_run.params import SamplingParams
 from eagle_run.tuning import tree_tuning as tune_module
 from eagle_run.tuning.cost_model import (
     Costs,
@@ -61,8 +64,8 @@ def test_the_fuse_graph_is_charged_once_a_round() -> None:
 
 
 def test_the_fuse_graph_is_timed_where_there_is_one(tiny_bundle: Path, built_bundle: Path) -> None:
-    assert fuse_seconds(open_engine(tiny_bundle, threads=1).decoder.runner, capture=False) == {}
-    found = fuse_seconds(open_engine(built_bundle, threads=1).decoder.runner, capture=False)
+    assert fuse_seconds(load_engine(tiny_bundle, threads=1).decoder.runner, capture=False) == {}
+    found = fuse_seconds(load_engine(built_bundle, threads=1).decoder.runner, capture=False)
     assert set(found) == {2, 4, 8}
     assert min(found.values()) > 0
 
@@ -149,17 +152,22 @@ def test_the_winner_must_win_clearly(ratios: Any, expected: Any) -> None:
 
 @pytest.fixture(scope="module")
 def engine(tiny_bundle: Path) -> Engine:
-    return open_engine(tiny_bundle, threads=1)
+    return load_engine(tiny_bundle, threads=1)
 
 
 @pytest.mark.parametrize("rule", ["topk", "sampled"])
 def test_tuning_runs_and_does_not_disturb_decoding(engine: Engine, rule: str) -> None:
-    request = engine.request("hello", max_new_tokens=12)
-    before = engine.decode([request], CHAIN).tokens
-    choice = tune(engine, sampling=SamplingParams(temperature=0.5, seed=2), rule=rule, seconds=0.2)
+    request = request_of(engine, "hello", max_new_tokens=12)
+    before = run(engine, [request], CHAIN).token_ids
+    choice = tune(
+        engine,
+        params=SamplingParams(temperature=0.5, seed=2),
+        acceptance=AcceptanceRule(rule),
+        seconds=0.2,
+    )
     assert choice.reason
     assert choice.tree == PLAIN or choice.speedup >= 1.02
-    assert engine.decode([request], CHAIN).tokens == before
+    assert run(engine, [request], CHAIN).token_ids == before
 
 
 def test_flat_costs_give_entrants_of_the_largest_size(
@@ -169,15 +177,20 @@ def test_flat_costs_give_entrants_of_the_largest_size(
     flat = {"target": FLAT.target, "draft": FLAT.draft}
     monkeypatch.setattr(tune_module, "forward_seconds", lambda _session, graph, _most, **_: flat[graph])
     monkeypatch.setattr(tune_module, "_survey", lambda *_: (taken, [0.0]))
-    requests = tune_module._requests(engine, SamplingParams())
-    entrants = tune_module._entrants(engine, requests, "topk", 0.1)
+    requests = tune_module._requests(engine, SamplingParams(temperature=0))
+    entrants = tune_module._entrants(engine, requests, AcceptanceRule.TOPK, 0.1)
     assert entrants[0].nodes == 64
-    assert {TreeShape.dynamic(3, 4, 37), engine.tree} <= set(entrants)  # 37: all its candidates
+    assert {TreeShape.dynamic(3, 4, 37), engine.default_tree} <= set(entrants)  # 37: all its candidates
 
 
 def short(engine: Engine, max_seq_len: int) -> Engine:
     """The same engine with another context."""
-    return replace(engine, decoder=Decoder(engine.decoder.runner, max_seq_len=max_seq_len, chunk=16))
+    return Engine(
+        engine.runner,
+        EngineLimits(max_seq_len, 16, engine.limits.max_tree_nodes),
+        tokenizer=engine.tokenizer,
+        bundle=engine.bundle,
+    )
 
 
 def test_a_context_shorter_than_the_wide_tree_is_measured(
@@ -186,21 +199,21 @@ def test_a_context_shorter_than_the_wide_tree_is_measured(
     monkeypatch.setattr(tune_module, "_PROMPTS", ("hi",))
     monkeypatch.setattr(tune_module, "_wide_tree", lambda *_: WIDE)
     small = short(engine, 48)
-    ((request,),) = tune_module._requests(small, SamplingParams())
-    assert len(request.prompt) + WIDE.cache_rows > 48
-    choice = tune(small, sampling=SamplingParams(), seconds=0.2)
+    ((request,),) = tune_module._requests(small, SamplingParams(temperature=0))
+    assert len(request.prompt_token_ids) + WIDE.cache_rows > 48
+    choice = tune(small, params=GREEDY, seconds=0.2)
     assert "measured in" in choice.reason
 
 
 def test_where_nothing_can_be_measured_plain_decoding_is_taken(engine: Engine) -> None:
-    full = short(engine, engine.decoder.runner.cache_rows)
-    choice = tune(full, sampling=SamplingParams(), seconds=0.2)
+    full = short(engine, engine.runner.cache_rows)
+    choice = tune(full, params=GREEDY, seconds=0.2)
     assert (choice.tree, choice.speedup) == (PLAIN, 1.0)
     assert "no room" in choice.reason
 
 
 def test_a_survey_without_a_round_ends_at_once(engine: Engine) -> None:
-    requests = tune_module._requests(engine, SamplingParams())
+    requests = tune_module._requests(engine, SamplingParams(temperature=0))
     start = time.perf_counter()
     assert tune_module._survey(engine, requests, TreeShape.dynamic(9, 9, 400), 60) == ([], [])
     assert time.perf_counter() - start < 30
@@ -212,20 +225,20 @@ def test_the_choice_is_remembered_per_way_of_sampling(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured: list[SamplingParams] = []
 
-    def pretend(engine: Engine, *, sampling: SamplingParams, rule: str) -> tune_module.Choice:
-        measured.append(sampling)
+    def pretend(engine: Engine, *, params: SamplingParams, acceptance: str) -> tune_module.Choice:
+        measured.append(params)
         return tune_module.Choice(TreeShape.static((-1, 0, 0, 1)), 1.5, "because")
 
     monkeypatch.setattr(tune_module, "tune", pretend)
     lines: list[str] = []
-    first = auto_tree(engine, log=lines.append)
-    again = auto_tree(engine, sampling=SamplingParams(seed=9), log=lines.append)
+    first = auto_tree(engine, params=GREEDY, log=lines.append)
+    again = auto_tree(engine, params=SamplingParams(temperature=0, seed=9), log=lines.append)
     assert again.tree == first.tree == TreeShape.static((-1, 0, 0, 1))
     assert len(measured) == 1
     assert "static:0,0,1" in lines[-1]
     assert "because" in lines[-1]
-    auto_tree(engine, sampling=SamplingParams(temperature=1.0))
-    auto_tree(engine, retune=True)
+    auto_tree(engine, params=SamplingParams(temperature=1.0))
+    auto_tree(engine, params=GREEDY, retune=True)
     assert len(measured) == 3
     known = json.loads((tmp_path / "eagle-run" / "trees.json").read_text())
     assert len(known) == 2
@@ -240,10 +253,10 @@ def test_a_spoilt_memory_is_measured_again(
     monkeypatch.setattr(tune_module, "_key", lambda *_: "KEY")
     (tmp_path / "eagle-run").mkdir()
     (tmp_path / "eagle-run/trees.json").write_text(content)
-    assert auto_tree(engine).reason == "measured"
-    assert auto_tree(engine).reason == "remembered: measured"
+    assert auto_tree(engine, params=GREEDY).reason == "measured"
+    assert auto_tree(engine, params=GREEDY).reason == "remembered: measured"
 
 
 def test_without_a_head_nothing_is_measured(tmp_path: Path) -> None:
-    engine = open_engine(make_bundle(tmp_path / "bare", head=False), threads=1)
-    assert auto_tree(engine).tree == PLAIN
+    engine = load_engine(make_bundle(tmp_path / "bare", head=False), threads=1)
+    assert auto_tree(engine, params=GREEDY).tree == PLAIN
