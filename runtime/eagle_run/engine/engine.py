@@ -163,6 +163,9 @@ class Engine:
             if not sequence.finished:
                 sequence.finish("abort")
                 self._release(sequence)
+        if not self._scheduler.unfinished:  # what a round in flight still brings is for nobody
+            wait(self.runner.device)
+            self._in_flight.clear()
         return self._output(sequences)
 
     def has_unfinished_requests(self) -> bool:

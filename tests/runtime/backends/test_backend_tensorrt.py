@@ -38,7 +38,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers(engine: Engine, shape: TreeShape, temperature: float = 0.0) -> list[list[int]]:
     sampling = SamplingParams(temperature=temperature, seed=3)
     requests = [request_of(engine, text, sampling=sampling, max_new_tokens=12) for text in PROMPTS]
-    return run(engine, requests, shape).tokens
+    return run(engine, requests, shape).token_ids
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -83,16 +83,12 @@ class Replaying:
 def test_rounds_can_be_captured(engines: Path, world: World) -> None:
     """From its second time on a round only enqueues: no shape, address, profile or memory is set."""
     engine = load_engine(engines)
-    limits = engine.bundle.manifest.limits
     rounds = CudaGraphRunner("cpu", recorder=Replaying(world))
-    engine = Engine(engine.runner, max_seq_len=limits.max_seq_len, chunk=limits.prefill_chunk, rounds=rounds)
+    engine = Engine(engine.runner, engine.limits, tokenizer=engine.tokenizer, cuda_graphs=rounds)
     requests = [request_of(engine, text, max_new_tokens=30) for text in PROMPTS]
     for shape in SHAPES:
-        tokens: dict[int, list[int]] = {}
-        for piece in engine.generate(requests, shape):
-            tokens.setdefault(piece.index, []).extend(piece.tokens)
-        plain = run(engine, requests, TreeShape.plain()).tokens
-        assert [tokens[i] for i in range(len(requests))] == plain
+        plain = run(engine, requests, TreeShape.plain()).token_ids
+        assert run(engine, requests, shape).token_ids == plain
     assert rounds.replays > 20
 
 

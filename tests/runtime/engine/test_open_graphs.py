@@ -125,8 +125,8 @@ def test_no_gpu(root: Path, backend: str) -> None:
     assert opened(bundle) == ("onnxruntime", "fp32", [])
     with pytest.raises(EagleError, match=f"{backend} needs an NVIDIA GPU") as caught:
         opened(bundle, backend=backend)
-    assert "--device cpu" in caught.value.hint
-    with pytest.raises(EagleError, match="--device cuda needs an NVIDIA GPU"):
+    assert "the device cpu" in caught.value.hint
+    with pytest.raises(EagleError, match="the device cuda needs an NVIDIA GPU"):
         opened(bundle, device="cuda")
 
 
@@ -143,7 +143,7 @@ def test_torch_with_cuda_but_no_driver(root: Path, monkeypatch: pytest.MonkeyPat
     [
         ({"backend": "abacus"}, "unknown backend 'abacus'"),
         ({"device": "tpu"}, "unknown device 'tpu'"),
-        ({"backend": "tensorrt", "device": "cpu"}, "tensorrt runs on a GPU, not with --device cpu"),
+        ({"backend": "tensorrt", "device": "cpu"}, "tensorrt runs on a GPU, not on the device cpu"),
     ],
 )
 def test_options_that_make_no_sense(bare: Path, options: dict[str, str], message: str) -> None:

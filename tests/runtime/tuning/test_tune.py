@@ -64,8 +64,8 @@ def test_the_fuse_graph_is_charged_once_a_round() -> None:
 
 
 def test_the_fuse_graph_is_timed_where_there_is_one(tiny_bundle: Path, built_bundle: Path) -> None:
-    assert fuse_seconds(load_engine(tiny_bundle, threads=1).decoder.runner, capture=False) == {}
-    found = fuse_seconds(load_engine(built_bundle, threads=1).decoder.runner, capture=False)
+    assert fuse_seconds(load_engine(tiny_bundle, threads=1).runner, capture=False) == {}
+    found = fuse_seconds(load_engine(built_bundle, threads=1).runner, capture=False)
     assert set(found) == {2, 4, 8}
     assert min(found.values()) > 0
 
@@ -183,11 +183,11 @@ def test_flat_costs_give_entrants_of_the_largest_size(
     assert {TreeShape.dynamic(3, 4, 37), engine.default_tree} <= set(entrants)  # 37: all its candidates
 
 
-def short(engine: Engine, max_seq_len: int) -> Engine:
+def short(engine: Engine, max_seq_len: int, chunk: int = 16) -> Engine:
     """The same engine with another context."""
     return Engine(
         engine.runner,
-        EngineLimits(max_seq_len, 16, engine.limits.max_tree_nodes),
+        EngineLimits(max_seq_len, chunk, engine.limits.max_tree_nodes),
         tokenizer=engine.tokenizer,
         bundle=engine.bundle,
     )
@@ -206,7 +206,7 @@ def test_a_context_shorter_than_the_wide_tree_is_measured(
 
 
 def test_where_nothing_can_be_measured_plain_decoding_is_taken(engine: Engine) -> None:
-    full = short(engine, engine.runner.cache_rows)
+    full = short(engine, engine.runner.cache_rows - 1, chunk=1)
     choice = tune(full, params=GREEDY, seconds=0.2)
     assert (choice.tree, choice.speedup) == (PLAIN, 1.0)
     assert "no room" in choice.reason
