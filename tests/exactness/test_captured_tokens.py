@@ -211,7 +211,7 @@ def test_a_prompt_of_one_token_does_not_see_the_one_before(seed: int, modules: M
 @pytest.mark.parametrize("ahead", [False, True], ids=["in step", "ahead"])
 @pytest.mark.parametrize("other", ["dynamic", "plain"])
 def test_requests_join_others_with_their_own_tree(ahead: bool, other: str, modules: Modules) -> None:
-    """With the same tree one starts at once in the free slot; with another it waits until the slots are empty."""
+    """With the same tree it starts at once in the free slot; with another when the slots are empty."""
     engine = eager_engine(modules, batch=2)
     engine.async_scheduling = ahead
     trees = {"first": SHAPES["dynamic"], "second": SHAPES[other]}

@@ -33,7 +33,7 @@ def test_a_chain_changes_no_token(engine: Engine, temperature: float, depth: int
     for request in requests(engine, temperature):
         plain = run(engine, [request], TreeShape.plain())
         drafted = run(engine, [request], TreeShape.chain(depth))
-        assert drafted.tokens == plain.tokens
+        assert drafted.token_ids == plain.token_ids
         assert drafted.metrics.tokens_per_round > 1
 
 
@@ -42,16 +42,16 @@ def test_side_by_side_changes_no_token(engine: Engine) -> None:
     asked = requests(engine, 1.0)
     alone = [run(engine, [request], TreeShape.plain()).token_ids[0] for request in asked]
     together = load_engine(engine.bundle.path, batch=2)
-    assert run(together, asked, TreeShape.plain()).tokens == alone
+    assert run(together, asked, TreeShape.plain()).token_ids == alone
 
 
 def test_one_row_alone_is_another_model(engine: Engine) -> None:
     """Why the row is added: without it plain decoding parts from the draft's answers."""
     parted = 0
     for request in requests(engine, 0.0):
-        with_two = run(engine, [request], TreeShape.plain()).tokens
+        with_two = run(engine, [request], TreeShape.plain()).token_ids
         alone = load_engine(engine.bundle.path)
         alone.runner.min_rows = 1
-        parted += alone.decode([request], TreeShape.plain()).tokens != with_two
+        parted += alone.decode([request], TreeShape.plain()).token_ids != with_two
     if not parted:
         pytest.skip("this CPU sums one row as it sums several")

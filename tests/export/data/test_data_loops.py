@@ -8,18 +8,17 @@ from pathlib import Path
 
 import pytest
 from support.datamaker import Cli, shard_bytes
-from support.decoding import Request
 
 from eagle_export.data import converse
 from eagle_export.data.conversations import Prompt
 from eagle_export.data.converse import Harvest, Host
 from eagle_export.data.generator import Generator, GeneratorOptions, open_generator
 from eagle_export.data.openings import Openings
-from eagle_export.data.quality import until_loop
+from eagle_export.data.quality import loop_criterion
 from eagle_export.data.settings import DataSettings
 from eagle_export.data.variety import Excluded, Seen
-from eagle_run.decoding.tree import TreeShape
-from eagle_run.metrics import Metrics
+from eagle_run.decoding.config import PLAIN
+from eagle_run.engine.offline import OfflineRequest, run_offline
 from eagle_run.params import SamplingParams
 
 LENGTH, NEW = 250, 220
@@ -50,7 +49,7 @@ def test_answers_that_end_in_their_loop_are_those_cut_afterwards(
 ) -> None:
     """Token by token, greedy and sampled, whatever the batch."""
     with monkeypatch.context() as patch:
-        patch.setattr(converse, "until_loop", never)
+        patch.setattr(converse, "loop_criterion", never)
         expected, whole = harvest_of(long_generator(talking_target, 4), loops)
     found = [harvest_of(long_generator(talking_target, batch), loops) for batch in (1, 3, 8)]
     assert [harvest for harvest, _ in found] == [expected] * 3
@@ -63,26 +62,20 @@ def test_answers_that_end_in_their_loop_are_those_cut_afterwards(
 
 def test_a_slot_whose_answer_ends_in_a_loop_takes_the_next(talking_target: Path) -> None:
     generator = long_generator(talking_target, 2)
+    params = SamplingParams(temperature=0, max_tokens=NEW, detokenize=False)
+    encode = generator.text.encode_chat
     asked = [
-        Request(
-            tuple(generator.text.encode_chat([{"role": "user", "content": prompt.turns[0]}])),
-            SamplingParams(temperature=0),
-            max_new_tokens=NEW,
-            until=until_loop,
-        )
+        OfflineRequest(tuple(encode([{"role": "user", "content": prompt.turns[0]}])), params, loop_criterion)
         for _, prompt in PROMPTS
     ]
-    stats, lengths, order = Metrics(), [0] * len(asked), []
-    for piece in generator.generate(asked, TreeShape.plain(), metrics=metrics):
-        lengths[piece.index] += len(piece.tokens)
-        if piece.finish_reason is not None:
-            order.append((piece.index, piece.finish_reason))
-    assert {reason for _, reason in order} == {"until"}
+    done = run_offline(generator.engine, asked, PLAIN)
+    assert {output.outputs[0].finish_reason for output in done.outputs} == {"stop"}
+    lengths = [len(tokens) for tokens in done.token_ids]
     assert max(lengths) < NEW
     free = [0, 0]  # by slot: the step at which it takes the next request
     for length in lengths:
         free[free.index(min(free))] += length
-    assert metrics.steps == max(free)
+    assert done.metrics.steps == max(free)
     again = generator.run(asked, lambda _: None)  # nothing of the first run is left in the requests
     assert [len(reply.tokens) for reply in again] == lengths
 

@@ -14,12 +14,12 @@ from eagle_export.engines.profiles import PROFILE_NAMES, choose_profiles
 from eagle_export.pipeline.options import EngineOptions
 from eagle_export.reference.modules import Modules
 from eagle_run.backends.base import Graph, Run
+from eagle_run.backends.padding import padded_graph
 from eagle_run.backends.profiles import fits, tensor_range
 from eagle_run.bundle.manifest import Limits, TreeDefaults
 from eagle_run.bundle.tensors import GraphSpec, TensorSpec
 from eagle_run.decoding.tree import TreeShape, best_static
 from eagle_run.engine.engine import Engine
-from eagle_run.engine.model_runner import ModelRunner
 from eagle_run.errors import UsageError
 from eagle_run.tuning.forward_time import forward_seconds, fuse_seconds
 
@@ -91,14 +91,12 @@ def record(precision: str, modules: Modules, trees: Sequence[TreeShape]) -> Shap
             max_seq_len=LIMITS.max_seq_len,
             chunk=LIMITS.prefill_chunk,
             extra_rows=ROWS - LIMITS.max_seq_len,
+            max_tree_nodes=LIMITS.max_tree_nodes,
         )
-        engine.max_nodes = LIMITS.max_tree_nodes
-        like = ModelRunner(
-            engine.runner.graphs, batch=1, draft_to_target=torch.arange(60), precision=precision
-        )
-        engine.runner.min_rows = like.min_rows
         graphs = engine.runner.graphs
-        graphs.update({name: Recorder(graph, seen[name]) for name, graph in graphs.items()})
+        graphs["target"] = Recorder(graphs["target"], seen["target"])
+        graphs["target"] = padded_graph(graphs["target"], precision)
+        graphs |= {name: Recorder(graphs[name], seen[name]) for name in ("draft", "fuse")}
         for shape in trees:
             _run(engine, shape, "topk")
             if shape.kind != "dynamic":
