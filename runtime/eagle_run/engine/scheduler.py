@@ -11,6 +11,7 @@ from functools import partial
 from eagle_run.backends.stream import on_stream, wait
 from eagle_run.decoding.sampling import switches
 from eagle_run.decoding.tree import TreeShape
+from eagle_run.detokenizer import Detokenizer, StopStrings
 from eagle_run.engine.async_output import Handover, Read
 from eagle_run.engine.cuda_graphs import CudaGraphRunner
 from eagle_run.engine.model_runner import BatchState, ModelRunner
@@ -18,7 +19,7 @@ from eagle_run.engine.prefill import kv_bucket, prefill
 from eagle_run.engine.request import Piece, Request, Stats
 from eagle_run.engine.round import step
 from eagle_run.errors import EagleError
-from eagle_run.tokenizer import Detokenizer, StopStrings, Tokenizer
+from eagle_run.tokenizer import Tokenizer
 
 
 class Job:
