@@ -18,6 +18,9 @@ class Detokenizer:
 
     A piece ends at a character border: bytes of an unfinished UTF-8 character are held back. Each push
     decodes only the tokens since the last border (and the piece before it, for context): O(1) a token.
+    Where a decoder with byte fallback meets bytes that are no character, it makes U+FFFD of all bytes around
+    them, complete characters included. Those were shown by then, so they stay, and only the bytes from the
+    first wrong one on become U+FFFD, one each.
     """
 
     _LONGEST = 32  # undecodable tokens kept; past this they are garbage, not an unfinished character
@@ -28,7 +31,7 @@ class Detokenizer:
         self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._context: list[int] = []  # the tokens of the last finished piece
         self._pending: list[int] = []
-        self._emitted = 0  # characters of decode(context + pending) that are already out
+        self._shown = ""  # how the text of context + pending begins, as far as it is out
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete; may be empty."""
@@ -37,8 +40,9 @@ class Detokenizer:
 
     def flush(self) -> str:
         """The rest, at the end: an unfinished character becomes U+FFFD."""
-        rest = self._decode(self._context + self._pending)[self._emitted :]
-        self._context, self._pending, self._emitted = [], [], 0
+        text = self._decode(self._context + self._pending)
+        rest = text[self._shown_length(text) :]
+        self._context, self._pending, self._shown = [], [], ""
         return rest
 
     def _push(self, token: int) -> str:
@@ -48,18 +52,31 @@ class Detokenizer:
         overdue = len(self._pending) > self._LONGEST
         if overdue:
             held = min(held, 3)  # one takes up 1 (byte-level) to 3 (byte fallback) of them, always the last
-        piece = text[self._emitted : len(text) - held]
-        self._emitted = max(self._emitted, len(text) - held)
+        piece = text[self._shown_length(text) : len(text) - held]
+        if piece:
+            self._shown = text[: len(text) - held]
         if held == 0 and piece:  # a token without text is no context
             self._restart(self._pending, held=0)
         elif overdue:
             self._restart(self._pending[-self._KEPT :], held=held)
         return piece
 
+    def _shown_length(self, text: str) -> int:
+        """How many characters of `text`, that of context + pending, are out."""
+        if text.startswith(self._shown):
+            return len(self._shown)
+        same = _common_length(text, self._shown)
+        # Byte fallback may now make U+FFFD of every byte of characters that were complete.
+        spoilt = len(self._shown[same:].encode())
+        if text[same : same + spoilt] == _REPLACEMENT * spoilt:
+            return same + spoilt
+        return len(self._shown)
+
     def _restart(self, context: list[int], *, held: int) -> None:
         """Forget all tokens before `context`, whose last `held` characters are not out yet."""
         self._context, self._pending = context, []
-        self._emitted = len(self._decode(context)) - held
+        text = self._decode(context)
+        self._shown = text[: len(text) - held]
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -105,6 +122,12 @@ class StopStrings:
         """What is still held back, when generation ends for another reason."""
         rest, self._held = self._held, ""
         return rest
+
+
+def _common_length(one: str, other: str) -> int:
+    """How many characters two texts begin with in common."""
+    shorter = min(len(one), len(other))
+    return next((at for at in range(shorter) if one[at] != other[at]), shorter)
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ TEMPLATES = {
     ),
     "as ASCII JSON": (
         "{{ messages[0].content | tojson(ensure_ascii=True) }}",
-        lambda said: ['"', said.replace("\n", "\\n").replace("é", "\\u00e9"), '"'],
+        lambda said: ['"', json.dumps(said)[1:-1], '"'],
     ),
     "as Python": (
         "{{ [messages[0].content] }}<end>",
