@@ -84,10 +84,12 @@ class SpecialTokens:
         """
         text = render(messages, variables)
         spoken = [value for message in messages for key, value in message.items() if key != "role"]
-        spelled = next((found for value in [*spoken, variables] if (found := self._spelled_in(value))), None)
+        texts = list(_texts([*spoken, variables]))
+        spelled = next((found[0] for each in texts if (found := self._special_pattern.search(each))), None)
         edges = any(self._edges(value) for value in spoken if isinstance(value, str))
+        whole = RenderedChat(text, self._unmarked_spans(text, ()) if self._is_disguised(texts) else None)
         if spelled is None and not edges:
-            return RenderedChat(text)
+            return whole
         marker = _marker(json.dumps([text, messages, variables]))
         for with_edges in (True, False) if edges else (False,):
             marked = [self._marked_message(message, marker, with_edges) for message in messages]
@@ -95,9 +97,9 @@ class SpecialTokens:
             if "".join(pieces) == text:
                 marks = tuple(accumulate(map(len, pieces[:-1])))
                 spans = self._unmarked_spans(text, marks)
-                return RenderedChat(text, None if spans == self._unmarked_spans(text, ()) else spans)
+                return whole if spans == self._unmarked_spans(text, ()) else RenderedChat(text, spans)
         if spelled is None:
-            return RenderedChat(text)
+            return whole
         raise UsageError(
             f"a message holds the text of a special token, {spelled!r}, and the chat template changes it, so "
             "it cannot be kept apart from the template's own",
@@ -137,10 +139,16 @@ class SpecialTokens:
     def _all_tokens(self) -> str:
         return "\0".join(self._ids)
 
-    def _spelled_in(self, value: Any) -> str | None:
-        """A special token that a text spells out somewhere inside a JSON value."""
-        texts = _texts(value)
-        return next((found[0] for text in texts if (found := self._special_pattern.search(text))), None)
+    def _is_disguised(self, texts: Sequence[str]) -> bool:
+        """Does the tokenizer's normalizer (lower case, compatibility forms) make a special token of one?"""
+        normalizer = self._tokenizer.normalizer
+        if normalizer is None:
+            return False
+        return any(
+            self._special_pattern.search(normalizer.normalize_str(text)) is not None
+            for text in texts
+            if self._special_pattern.search(text) is None
+        )
 
     def _edges(self, text: str) -> set[int]:
         """Where in `text` one could be completed by what a template writes around it; blanks are trimmed."""

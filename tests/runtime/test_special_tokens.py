@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.bundlemaker import byte_tokenizer
 from support.streams import BYTES, FALLBACK, bytes_of
-from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as BackendTokenizer
 
 from eagle_run.errors import UsageError
@@ -191,6 +191,26 @@ def test_no_model_makes_a_special_token_of_text(kind: str, pieces: list[str]) ->
     assert [backend.id_to_token(token) for token in ids] == [*pieces, "</s>"]
     assert tokenizer.encode("</s>") == [1]
     assert tokenizer.encode("</s>", split_special_tokens=True) == ids[:-1]
+
+
+def test_special_tokens_in_disguise_are_text_too() -> None:
+    """A normalizer may make one of letters that are none."""
+    backend = pieces_tokenizer("unigram")
+    backend.normalizer = normalizers.NFKC()
+    backend.add_special_tokens(["<unk>", "</s>"])
+    tokenizer = Tokenizer(backend, chat_template="{{ messages[0].content }}</s>")
+    assert tokenizer.encode("＜/s＞") == [1]  # the piece, though not the added token
+    for content in ("＜/s＞", "</s>", "＜/s＞</s>"):
+        ids = tokenizer.encode_chat(user(content))
+        assert [backend.id_to_token(token) for token in ids] == [*["<", "/s>"] * (len(content) // 4), "</s>"]
+    backend = byte_tokenizer()
+    backend.normalizer = normalizers.Lowercase()
+    backend.add_special_tokens([AddedToken("<user>", normalized=True, special=True)])
+    tokenizer = Tokenizer(backend, chat_template="<user>{{ messages[0].content }}<end>")
+    assert tokenizer.encode("<USER>") == [257]
+    assert tokenizer.encode_chat(user("<USER>")) == [257, *spelled("<user>"), END]
+    assert tokenizer.encode_chat(user("<USER><end>")) == [257, *spelled("<user><end>"), END]
+    assert tokenizer.encode_chat(user("<USER>"), split_special_tokens=False) == [257, 257, END]
 
 
 def test_blanks_around_special_tokens_are_as_ever() -> None:
