@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from eagle_run.errors import EagleError
+from eagle_run.special_tokens import RenderedChat
 from eagle_run.tokenizer import Tokenizer
 
 Message = dict[str, str]
@@ -54,32 +55,32 @@ class Conversation:
         """Answers so far."""
         return sum(message["role"] == "assistant" for message in self.messages)
 
-    def ask(self, text: Tokenizer, said: str) -> None:
+    def ask(self, tokenizer: Tokenizer, said: str) -> None:
         """The user says this; `tokens` are then what the target answers."""
         self.messages.append({"role": "user", "content": said})
-        full = text.render(self.messages)
-        if not full.startswith(self._rendered):
+        full = tokenizer.render_chat(self.messages)
+        if not full.text.startswith(self._rendered):
             self.close()
-        tail = text.encode(full[len(self._rendered) :], add_special_tokens=False)
+        tail = tokenizer.encode_rendered(full.tail(len(self._rendered)))
         self.tokens += tail
         self.mask += [0] * len(tail)
-        self._rendered = full
+        self._rendered = full.text
 
-    def answer(self, text: Tokenizer, tokens: Sequence[int], stop_tokens: frozenset[int]) -> None:
+    def answer(self, tokenizer: Tokenizer, tokens: Sequence[int], stop_tokens: frozenset[int]) -> None:
         """The target has answered with these."""
         self.tokens += tokens
         self.mask += [1] * len(tokens)
         said = tokens[:-1] if tokens[-1] in stop_tokens else tokens
-        content = text.decode(said, skip_special_tokens=False)
+        content = tokenizer.decode(said, skip_special_tokens=False)
         self.messages.append({"role": "assistant", "content": content})
-        self._rendered += content + text.decode(tokens[len(said) :], skip_special_tokens=False)
+        self._rendered += content + tokenizer.decode(tokens[len(said) :], skip_special_tokens=False)
 
-    def before_turn(self, text: Tokenizer) -> list[int]:
+    def before_turn(self, tokenizer: Tokenizer) -> list[int]:
         """The tokens after which the user's next words come. Raises EagleError as `around_turn` does."""
-        prefix, _ = around_turn(text, self.messages)
-        if not prefix.startswith(self._rendered):
-            return text.encode(prefix, add_special_tokens=False)
-        return self.tokens + text.encode(prefix[len(self._rendered) :], add_special_tokens=False)
+        prefix, _ = around_turn(tokenizer, self.messages)
+        if not prefix.text.startswith(self._rendered):
+            return tokenizer.encode_rendered(prefix)
+        return self.tokens + tokenizer.encode_rendered(prefix.tail(len(self._rendered)))
 
     def close(self) -> None:
         """Keeps what there is, up to the last answer, as a record, and begins anew."""
@@ -91,24 +92,25 @@ class Conversation:
         self.tokens, self.mask, self._rendered = [], [], ""
 
 
-def around_turn(text: Tokenizer, messages: Sequence[Message]) -> tuple[str, str]:
+def around_turn(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[RenderedChat, RenderedChat]:
     """What the chat template writes before and after the user's next words, up to the answer."""
-    rendered = text.render([*messages, {"role": "user", "content": _MARK}])
-    prefix, mark, suffix = rendered.rpartition(_MARK)
-    if not mark:
+    rendered = tokenizer.render_chat([*messages, {"role": "user", "content": _MARK}])
+    begin = rendered.text.rfind(_MARK)
+    if begin < 0:
         raise EagleError(
             "this chat template does not show what the user says, so the target cannot write it",
-            hint="give prompts with --prompts",
+            hint="give prompts",
+            parameters=["prompts"],
         )
-    return prefix, suffix
+    return rendered.head(begin), rendered.tail(begin + len(_MARK))
 
 
-def end_of_turn(text: Tokenizer) -> tuple[frozenset[int], tuple[str, ...]]:
+def end_of_turn(tokenizer: Tokenizer) -> tuple[frozenset[int], tuple[str, ...]]:
     """Tokens and texts at which a turn of the user is over, when the target writes it."""
-    _, suffix = around_turn(text, [])
-    first = text.encode(suffix, add_special_tokens=False)[:1] if suffix.strip() else []
-    tokens = text.special_ids | frozenset(text.eos_token_ids)
+    _, suffix = around_turn(tokenizer, [])
+    words = suffix.text.strip()
+    first = tokenizer.encode_rendered(suffix)[:1] if words else []
+    tokens = tokenizer.special_ids | frozenset(tokenizer.eos_token_ids)
     if tokens.intersection(first):
         return tokens, ()
-    words = suffix.strip()
     return tokens, (words,) if words else ()

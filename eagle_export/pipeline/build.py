@@ -225,9 +225,9 @@ def measure_accuracy(plan: Plan, folder: Path, report: Report) -> AccuracyInfo |
             own = load_modules(plan.target, plan.loaded, DTYPES[plan.dtype], plan.limits.max_seq_len)
         files = {path.stem: path for path in (folder / "onnx").glob("*.onnx")}
         graphs, backend = runnable_graphs(files, own, plan.precision, plan.limits.cache_rows)
-    text = Tokenizer.load(folder / TOKENIZER)
+    tokenizer = Tokenizer.load(folder / TOKENIZER)
     requests = choose_requests(
-        text,
+        tokenizer,
         stop_tokens(plan, folder),
         max_seq_len=plan.limits.max_seq_len,
         limit=_MEASURED[0],

@@ -176,14 +176,14 @@ def _calibrated(plan: Plan, tokenizer: Path, report: Report, journal: Partial) -
     return scales
 
 
-def _calibrate(plan: Plan, tokenizer: Path, report: Report) -> Scales:
+def _calibrate(plan: Plan, tokenizer_folder: Path, report: Report) -> Scales:
     from eagle_export.quantize.fp8.calibrate import calibrate, encode
     from eagle_export.reference.modules import DTYPES, load_modules
     from eagle_run.tokenizer import Tokenizer
 
-    text = Tokenizer.load(tokenizer)
+    tokenizer = Tokenizer.load(tokenizer_folder)
     most = plan.limits.max_seq_len
-    prompts = [ids[:most] for ids in encode(text, _questions(plan.fp8.prompts))]
+    prompts = [ids[:most] for ids in encode(tokenizer, _questions(plan.fp8.prompts))]
     with report.step("load the weights in fp32"):
         modules = load_modules(plan.target, plan.loaded, DTYPES["fp32"])
     with report.bar("calibrate fp8") as update:
@@ -191,7 +191,7 @@ def _calibrate(plan: Plan, tokenizer: Path, report: Report) -> Scales:
             modules,
             prompts,
             shape=None if plan.tree is None else plan.tree.shape(),
-            stop_tokens=text.eos_token_ids,
+            stop_tokens=tokenizer.eos_token_ids,
             target_sha256=plan.target.sha256,
             head_sha256=None if plan.head is None else plan.head.sha256,
             on_progress=lambda done, total: update(done / total, f"prompt {done}"),
@@ -211,14 +211,14 @@ def find_costs(target: str, prompts: Path | None, scales_file: Path | None, repo
         found = recipe.resolve_target(target)
     with report.step("load the weights in fp32"):
         modules = load_modules(found, None, DTYPES["fp32"])
-    text = Tokenizer.load(found.folder)
-    ids = encode(text, _questions(prompts))
+    tokenizer = Tokenizer.load(found.folder)
+    ids = encode(tokenizer, _questions(prompts))
     if scales_file is None:
         with report.bar("calibrate fp8") as update:
             scales = calibrate(
                 modules,
                 ids,
-                stop_tokens=text.eos_token_ids,
+                stop_tokens=tokenizer.eos_token_ids,
                 on_progress=lambda done, total: update(done / total, f"prompt {done}"),
             )
     else:
@@ -229,7 +229,7 @@ def find_costs(target: str, prompts: Path | None, scales_file: Path | None, repo
             modules,
             choose(scales),
             ids if prompts else ids[:PROMPT_COUNT],
-            stop_tokens=text.eos_token_ids,
+            stop_tokens=tokenizer.eos_token_ids,
             on_progress=lambda done, total: update(done / total, f"{done} of {total}"),
         )
 

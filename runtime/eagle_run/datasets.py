@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle_run.chat_template import normalize_messages
 from eagle_run.errors import EagleError
 
 _SHAPES = (
@@ -50,7 +51,11 @@ def read_questions(path: str | Path, *, limit: int = 0, turns: str = "first") ->
 
 
 def read_prompts(path: str | Path) -> list[str | list[dict[str, Any]]]:
-    """One prompt a line: a text, or chat messages. Of a question's turns the first is taken."""
+    """One prompt a line: a text, or chat messages. Of a question's turns the first is taken.
+
+    Messages are those of `normalize_messages`; their contents come back as text. Raises EagleError with the
+    line of what does not fit.
+    """
     prompts: list[str | list[dict[str, Any]]] = []
     for number, entry in read_lines(path):
         where = f"{path}, line {number}"
@@ -115,6 +120,7 @@ def decode_utf8(data: bytes, where: str) -> str:
 
 
 def _messages(messages: list[Any], where: str) -> list[dict[str, Any]]:
-    if not messages or not all(isinstance(m, dict) and "role" in m and "content" in m for m in messages):
-        raise EagleError(f'{where}: messages should be objects with "role" and "content"')
-    return messages
+    try:
+        return normalize_messages(messages)
+    except EagleError as error:
+        raise EagleError(f"{where}: {error.message}", hint=error.hint) from None

@@ -1,7 +1,8 @@
-"""Prompt ⇄ token ids: chat template, encoding, incremental decoding, stop strings.
+"""Prompt ⇄ token ids: raw text and conversations in, text out.
 
 Reads the tokenizer/ folder of a bundle with `tokenizers` and `jinja2` alone; the results equal those of
-Transformers (tested), whose conventions for templates and special tokens are followed here.
+Transformers (tested), whose names and conventions are followed here, but for one: special tokens that a
+message spells out stay text (docs/chat.md).
 """
 
 from __future__ import annotations
@@ -10,17 +11,16 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
+from eagle_run.chat_template import ChatTemplate, Message, plain_json
 from eagle_run.errors import EagleError, UsageError
+from eagle_run.special_tokens import Chat, RenderedChat, SpecialTokens, Values
 
 if TYPE_CHECKING:
-    import jinja2
     from tokenizers import Tokenizer as BackendTokenizer
 
-Message = Mapping[str, Any]
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_REPLACEMENT = "\ufffd"
 
 
 class Tokenizer:
@@ -47,7 +47,8 @@ class Tokenizer:
         self.eos_token_ids = tuple(eos_token_ids)
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._template: jinja2.Template | None = None
+        self._special = SpecialTokens(tokenizer, self.eos_token_ids)
+        self._template: ChatTemplate | None = None
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
@@ -76,200 +77,143 @@ class Tokenizer:
         template = _read_template(root, config)
         return cls(tokenizer, special_tokens=special, chat_template=template, eos_token_ids=eos_ids)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of raw text. Raises UsageError when the text is not valid Unicode."""
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise UsageError(
-                f"the text is not valid UTF-8: undecodable byte at character {error.start}",
-                hint="convert the input to UTF-8",
-            ) from None
-        ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, split_special_tokens: bool = False
+    ) -> list[int]:
+        """Token ids of raw text, in which special tokens are spelled out if `split_special_tokens`.
+
+        Raises UsageError when the text is not valid Unicode.
+        """
+        return self._encode(
+            RenderedChat(text, () if split_special_tokens else None), add_special_tokens=add_special_tokens
+        )
 
     def encode_prompt(self, prompt: str, *, system: str | None = None, raw: bool = False) -> list[int]:
         """Ids of one user turn through the chat template; of the bare text if `raw` or without a template.
 
+        In bare text, which may be a conversation that the caller has rendered, special tokens count as such.
         Raises EagleError for an empty prompt.
         """
         if not prompt.strip():
-            raise EagleError("the prompt is empty", hint="give some text with --prompt, or on standard input")
+            raise EagleError("the prompt is empty", hint="give some text", parameters=["prompt"])
         if raw or self.chat_template is None:
             if system is not None:
                 raise UsageError(
                     "a system prompt needs a chat template",
-                    hint="leave out --system, or put it in the prompt",
+                    hint="leave it out, or put it in the prompt",
+                    parameters=["system"],
                 )
             return self.encode(prompt)
         head = [] if system is None else [{"role": "system", "content": system}]
         return self.encode_chat([*head, {"role": "user", "content": prompt}])
 
-    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
-        """Ids of a conversation rendered by the chat template, ready for the assistant's answer."""
-        return self.encode(self.render(messages, **variables), add_special_tokens=False)
+    def encode_chat(
+        self, messages: Sequence[Message], *, split_special_tokens: bool = True, **variables: Any
+    ) -> list[int]:
+        """`apply_chat_template` to ids, ready for the assistant's answer."""
+        return self.apply_chat_template(messages, split_special_tokens=split_special_tokens, **variables)
 
-    def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
-    ) -> str:
-        """The conversation as the chat template writes it.
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        tokenize: Literal[True] = True,
+        add_generation_prompt: bool = True,
+        split_special_tokens: bool = True,
+        **variables: Any,
+    ) -> list[int]: ...
 
-        `messages` are dicts with role and content; `variables` (tools, documents, enable_thinking, ...) are
-        passed to the template. Raises EagleError without a template or when the template refuses.
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        tokenize: Literal[False],
+        add_generation_prompt: bool = True,
+        split_special_tokens: bool = True,
+        **variables: Any,
+    ) -> str: ...
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = True,
+        split_special_tokens: bool = True,
+        **variables: Any,
+    ) -> list[int] | str:
+        """A conversation as the chat template writes it: token ids, or text without `tokenize`.
+
+        With `split_special_tokens` special tokens that a message spells out are text, and only the template's
+        own control the model; without it both do. The rest is said at `render_chat`.
         """
+        if not tokenize:  # the text is the same however it will be encoded
+            split_special_tokens = False
+        rendered = self.render_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            split_special_tokens=split_special_tokens,
+            **variables,
+        )
+        return self.encode_rendered(rendered) if tokenize else rendered.text
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        split_special_tokens: bool = True,
+        **variables: Any,
+    ) -> RenderedChat:
+        """The conversation as text that knows which special tokens are the template's own.
+
+        `messages` are objects with role and content (`chat_template.normalize_messages` and
+        `ChatTemplate.prepare` say which); `variables` (tools, documents, enable_thinking, ...) are passed to
+        the template. Without `split_special_tokens` all special tokens count as the template's.
+        Raises UsageError for a message that is not what it should be, and when the template changes
+        special-token text of a message; EagleError without a template, or when it refuses.
+        """
+        template = self._chat_template()
+        chat = template.prepare(messages)
+        now = datetime.now()  # the same in each rendering
+
+        def render(chat: Chat, variables: Values) -> str:
+            values = {"tools": None, "documents": None, **self.special_tokens, **variables}
+            return template.render(chat, values, add_generation_prompt=add_generation_prompt, now=now)
+
+        given = plain_json(variables, "variables of the chat template")
+        if split_special_tokens:
+            return self._special.render(render, chat, given)
+        return RenderedChat(render(chat, given))
+
+    def encode_rendered(self, rendered: RenderedChat) -> list[int]:
+        """Token ids of a rendered conversation, or of a part of one."""
+        return self._encode(rendered, add_special_tokens=False)
+
+    def _encode(self, rendered: RenderedChat, *, add_special_tokens: bool) -> list[int]:
+        try:
+            rendered.text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"the text is not valid UTF-8: undecodable byte at character {error.start}",
+                hint="convert the input to UTF-8",
+            ) from None
+        return self._special.encode(rendered, add_special_tokens=add_special_tokens)
+
+    def _chat_template(self) -> ChatTemplate:
         if self.chat_template is None:
             raise EagleError(
-                "this tokenizer has no chat template", hint="use the prompt as it is, with --raw"
+                "this tokenizer has no chat template", hint="use the prompt as it is", parameters=["raw"]
             )
-        if not messages:
-            raise UsageError("the conversation is empty", hint="give at least one message")
-        values = {"tools": None, "documents": None, **self.special_tokens, **_plain(variables)}
-        # Templates test for a key's presence, so an absent value must be an absent key.
-        chat = [{key: value for key, value in _plain(m).items() if value is not None} for m in messages]
-        try:
-            if self._template is None:
-                self._template = _environment().from_string(self.chat_template)
-            return self._template.render(messages=chat, add_generation_prompt=add_generation_prompt, **values)
-        except Exception as error:  # a template can fail in any way that Python can
-            raise EagleError(f"the chat template refuses this conversation: {error}") from None
+        if self._template is None or self._template.source != self.chat_template:
+            self._template = ChatTemplate(self.chat_template)
+        return self._template
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self.backend_tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
-
-
-class Detokenizer:
-    """Turns a growing sequence of ids into text, piece by piece; the pieces join to the decoded whole.
-
-    A piece ends at a character border: bytes of an unfinished UTF-8 character are held back. Each push
-    decodes only the tokens since the last border (and the piece before it, for context): O(1) a token.
-    """
-
-    _LONGEST = 32  # undecodable tokens kept; past this they are garbage, not an unfinished character
-    _KEPT = 16  # more than enough to resynchronise UTF-8 (3 bytes) and to cover the characters held back
-
-    def __init__(self, text: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        self._text = text
-        self._skip = text.special_ids if skip_special_tokens else frozenset()
-        self._context: list[int] = []  # the tokens of the last finished piece
-        self._pending: list[int] = []
-        self._emitted = 0  # characters of decode(context + pending) that are already out
-
-    def push(self, ids: Sequence[int]) -> str:
-        """The text that `ids` complete; may be empty."""
-        # Special tokens are dropped here, since decoders treat the first token of a sequence differently.
-        return "".join(self._push(token) for token in ids if token not in self._skip)
-
-    def flush(self) -> str:
-        """The rest, at the end: an unfinished character becomes U+FFFD."""
-        rest = self._decode(self._context + self._pending)[self._emitted :]
-        self._context, self._pending, self._emitted = [], [], 0
-        return rest
-
-    def _push(self, token: int) -> str:
-        self._pending.append(token)
-        text = self._decode(self._context + self._pending)
-        held = len(text) - len(text.rstrip(_REPLACEMENT))  # maybe an unfinished character
-        overdue = len(self._pending) > self._LONGEST
-        if overdue:
-            held = min(held, 3)  # one takes up 1 (byte-level) to 3 (byte fallback) of them, always the last
-        piece = text[self._emitted : len(text) - held]
-        self._emitted = max(self._emitted, len(text) - held)
-        if held == 0 and piece:  # a token without text is no context
-            self._restart(self._pending, held=0)
-        elif overdue:
-            self._restart(self._pending[-self._KEPT :], held=held)
-        return piece
-
-    def _restart(self, context: list[int], *, held: int) -> None:
-        """Forget all tokens before `context`, whose last `held` characters are not out yet."""
-        self._context, self._pending = context, []
-        self._emitted = len(self._decode(context)) - held
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._text.decode(ids, skip_special_tokens=False)
-
-
-class StopStrings:
-    """Lets text through up to the first complete stop string, even one that arrives in pieces.
-
-    Tokenizer that may be the beginning of a stop string is held back until the next push decides.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        if any(not stop for stop in stops):
-            raise UsageError("a stop string is empty", hint="give at least one character")
-        self.stops = tuple(stops)
-        self.stopped = False
-        self.reached: str | None = None
-        self._held = ""
-
-    def push(self, text: str) -> tuple[str, bool]:
-        """(text to show, whether a stop string was reached). After a stop nothing comes any more."""
-        if self.stopped:
-            return "", True
-        text = self._held + text
-        # The stop string that is complete first wins, so that the cut does not depend on how text arrives.
-        found = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            _, at, self.reached = min(found)
-            return text[:at], True
-        size = max((_overlap(text, stop) for stop in self.stops), default=0)
-        self._held = text[len(text) - size :]
-        return text[: len(text) - size], False
-
-    def flush(self) -> str:
-        """What is still held back, when generation ends for another reason."""
-        rest, self._held = self._held, ""
-        return rest
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`, shorter than `stop`."""
-    longest = min(len(text), len(stop) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
-
-
-def _environment() -> jinja2.Environment:
-    """The names and filters that chat templates may count on, in a sandbox: templates are untrusted code."""
-    import jinja2.ext
-    import jinja2.nodes
-    import jinja2.sandbox
-
-    class Generation(jinja2.ext.Extension):
-        """`{% generation %}` marks the assistant's words for training; here it only passes its body on."""
-
-        tags = {"generation"}  # noqa: RUF012 - jinja2's own interface
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.Scope(body, lineno=line)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        # jinja2's own filter escapes HTML, which prompts must not have.
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
-    return environment
-
-
-def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of JSON types only: objects with methods have no place in a sandboxed template."""
-    try:
-        copy: dict[str, Any] = json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"messages must be plain JSON values: {error}") from None
-    return copy
 
 
 def _read_json(where: Path) -> dict[str, Any]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from eagle_run.tokenizer import Detokenizer, Tokenizer
+from eagle_run.detokenizer import Detokenizer
+from eagle_run.tokenizer import Tokenizer
 from support.bundlemaker import byte_tokenizer
 
 WORDS = "naïve 🙂👩‍👩‍👧 日本語 \ufffd a\n\n1. b"
 
 
-def bytes_of(text: Tokenizer, data: bytes) -> list[int]:
+def bytes_of(tokenizer: Tokenizer, data: bytes) -> list[int]:
     """One token per byte, valid UTF-8 or not: the alphabet of byte-level tokenizers maps bytes to letters."""
     table = {bytes([b]): letter for b, letter in zip(range(256), sorted_alphabet(), strict=True)}
-    return [text.backend_tokenizer.token_to_id(table[bytes([b])]) for b in data]
+    return [tokenizer.backend_tokenizer.token_to_id(table[bytes([b])]) for b in data]
 
 
 def sorted_alphabet() -> list[str]:
@@ -24,7 +25,7 @@ def sorted_alphabet() -> list[str]:
     return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
 
 
-def fallback_text() -> Tokenizer:
+def fallback_tokenizer() -> Tokenizer:
     """SentencePiece style, as Llama 2 and Vicuna: ▁ for blanks, <0xNN> for what the vocabulary lacks."""
     pieces = [
         "<unk>",
@@ -56,10 +57,10 @@ def fallback_text() -> Tokenizer:
 
 
 BYTES = Tokenizer(byte_tokenizer())
-FALLBACK = fallback_text()
+FALLBACK = fallback_tokenizer()
 
 
-def stream(text: Tokenizer, ids: list[int], size: int = 1, **options: bool) -> list[str]:
-    detokenizer = Detokenizer(text, **options)
+def stream(tokenizer: Tokenizer, ids: list[int], size: int = 1, **options: bool) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, **options)
     pieces = [detokenizer.push(ids[at : at + size]) for at in range(0, len(ids), size)]
     return [*pieces, detokenizer.flush()]

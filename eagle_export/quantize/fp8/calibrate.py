@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 PROMPT_COUNT, TOKENS = 12, 24  # by default: enough that more prompts no longer move the result
 
 
-def encode(text: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
+def encode(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
     """Each prompt as one user turn, as a chat would send it; bare where the model has no chat template."""
-    return [text.encode_prompt(prompt, raw=text.chat_template is None) for prompt in prompts]
+    return [tokenizer.encode_prompt(prompt, raw=tokenizer.chat_template is None) for prompt in prompts]
 
 
 def calibrate(

@@ -28,16 +28,16 @@ class PaddedGraph:
     """
 
     def __init__(self, graph: Graph, min_rows: int) -> None:
-        self._graph = graph
+        self.graph = graph
         self.min_rows = min_rows
 
     @property
     def spec(self) -> GraphSpec:
-        return self._graph.spec
+        return self.graph.spec
 
     @property
     def capturable(self) -> bool:
-        return self._graph.capturable
+        return self.graph.capturable
 
     def bind(self, tensors: Mapping[str, torch.Tensor], *, shared: bool = False) -> Run:
         """As `Graph.bind`; a binding with too few rows runs on padded copies, in and out."""
@@ -46,7 +46,7 @@ class PaddedGraph:
             axis: self.min_rows for axis in _ROW_AXES if sizes.get(axis, self.min_rows) < self.min_rows
         }
         if not missing:
-            return self._graph.bind(tensors, shared=shared)
+            return self.graph.bind(tensors, shared=shared)
         padded, views = dict(tensors), {}
         for tensor in (*self.spec.inputs, *self.spec.outputs):
             if missing.keys() & set(tensor.shape):
@@ -58,7 +58,7 @@ class PaddedGraph:
                 for axis, size in enumerate(given.shape):
                     views[tensor.name] = views[tensor.name].narrow(axis, 0, size)
         padded["tree_mask"][..., 0] = True
-        run = self._graph.bind(padded, shared=shared)
+        run = self.graph.bind(padded, shared=shared)
         inputs = [(views[t.name], tensors[t.name]) for t in self.spec.inputs if t.name in views]
         outputs = [(tensors[t.name], views[t.name]) for t in self.spec.outputs if t.name in views]
 

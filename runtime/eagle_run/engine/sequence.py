@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from eagle_run.decoding.config import SpeculativeConfig
+from eagle_run.detokenizer import Detokenizer, StopStrings
 from eagle_run.engine.async_output import SlotOutput, TokenLogprob
 from eagle_run.errors import EagleError
 from eagle_run.metrics import Metrics
 from eagle_run.outputs import CompletionOutput, FinishReason, Logprob
 from eagle_run.params import RequestOutputKind, SamplingParams
-from eagle_run.tokenizer import Detokenizer, StopStrings, Tokenizer
+from eagle_run.tokenizer import Tokenizer
 
 StoppingCriterion = Callable[[int], bool]  # shown every token in turn; true where the answer ends
 
@@ -73,7 +74,9 @@ class Sequence:
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and params.detokenize:
             self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
-        self._stop_strings = StopStrings(tuple(params.stop or ()))
+        self._stop_strings = StopStrings(
+            tuple(params.stop or ()), include_stop_str_in_output=params.include_stop_str_in_output
+        )
         make = request.stopping_criterion
         self._ends_at = make() if make else None
 

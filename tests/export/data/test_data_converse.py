@@ -144,7 +144,7 @@ def test_prompts_and_conversations_that_get_too_long(
 
 
 def test_self_play_asks_after_the_users_prefix(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert around_turn(generator.text, []) == ("<user>", "</s><bot>")
+    assert [part.text for part in around_turn(generator.text, [])] == ["<user>", "</s><bot>"]
     tokens, strings = end_of_turn(generator.text)
     assert 1 in tokens
     assert strings == ()

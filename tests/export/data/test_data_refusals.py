@@ -18,6 +18,7 @@ from eagle_export.data.settings import DataSettings
 from eagle_export.data.shards import read_data
 from eagle_run.bundle.loading import load_bundle
 from eagle_run.errors import EagleError, UsageError
+from eagle_run.special_tokens import RenderedChat
 
 
 @pytest.mark.parametrize("changes", [{"openings": Path("x")}, {"turns": 2}], ids=["openings", "turns"])
@@ -72,10 +73,10 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
 
 
 def test_a_chat_template_that_hides_the_user() -> None:
-    text: Any = SimpleNamespace(render=lambda messages: "always the same")
+    tokenizer: Any = SimpleNamespace(render_chat=lambda messages: RenderedChat("always the same"))
     with pytest.raises(EagleError, match="does not show what the user says") as refused:
-        around_turn(text, [])
-    assert "--prompts" in str(refused.value.hint)
+        around_turn(tokenizer, [])
+    assert refused.value.parameters == ("prompts",)
 
 
 @pytest.mark.parametrize(

@@ -61,9 +61,9 @@ def test_what_is_written_loads(tmp_path: Path, model: Path) -> None:
     assert table is not None
     assert table.tolist() == list(range(0, 3 * DRAFT_VOCAB, 3))
     assert max(table.tolist()) < VOCAB
-    text = Tokenizer.load(bundle.tokenizer_dir)
-    assert text.eos_token_ids == (256, 9)
-    assert text.chat_template == "{{ messages }}"
+    tokenizer = Tokenizer.load(bundle.tokenizer_dir)
+    assert tokenizer.eos_token_ids == (256, 9)
+    assert tokenizer.chat_template == "{{ messages }}"
     assert names(bundle.tokenizer_dir) == [
         "chat_template.jinja",
         "generation_config.json",

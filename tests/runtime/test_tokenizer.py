@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import json
-from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.bundlemaker import byte_tokenizer
@@ -30,6 +28,7 @@ def test_text_goes_in_and_comes_back() -> None:
     assert BYTES.encode("a<end>") == [*BYTES.encode("a"), end]
     assert BYTES.decode([*ids, end]) == WORDS
     assert BYTES.decode([end], skip_special_tokens=False) == "<end>"
+    assert BYTES.encode("a<end>", split_special_tokens=True) == bytes_of(BYTES, b"a<end>")
 
 
 def test_padding_and_truncation_of_the_file_are_ignored() -> None:
@@ -53,6 +52,7 @@ def test_an_empty_prompt_is_an_error_of_the_input(prompt: str, raw: bool) -> Non
     with pytest.raises(EagleError, match="the prompt is empty") as caught:
         BYTES.encode_prompt(prompt, raw=raw)
     assert caught.value.exit_code == 1  # as on the command line
+    assert caught.value.parameters == ("prompt",)
 
 
 def test_a_prompt_uses_the_chat_template_if_there_is_one() -> None:
@@ -65,50 +65,16 @@ def test_a_prompt_uses_the_chat_template_if_there_is_one() -> None:
     ]
     assert chat.encode_prompt("hi", raw=True) == chat.encode("hi")
     assert BYTES.encode_prompt("hi") == BYTES.encode("hi")
-    with pytest.raises(UsageError, match="needs a chat template"):
+    with pytest.raises(UsageError, match="needs a chat template") as caught:
         BYTES.encode_prompt("hi", system="be brief")
+    assert caught.value.parameters == ("system",)
 
 
-# --- templates ------------------------------------------------------------------------------------------
-
-
-def render(template: str, *messages: dict[str, Any], **variables: Any) -> str:
-    text = Tokenizer(byte_tokenizer(), chat_template=template, special_tokens={"bos_token": "<s>"})
-    return text.render(messages or ({"role": "user", "content": "hi"},), **variables)
-
-
-def test_templates_find_what_transformers_gives_them() -> None:
-    assert render("{{ bos_token }}{{ messages[0]['content'] | tojson }}", {"content": 'é"<'}) == '<s>"é\\"<"'
-    assert render("{{ strftime_now('%Y') }}") == str(datetime.now().year)
-    assert render("{% for m in [1, 2, 3] %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}") == "1"
-    assert render("{% generation %}{{ messages[0].content }}{% endgeneration %}!") == "hi!"
-    assert render("{{ tools is none }} {{ enable_thinking }}", enable_thinking=False) == "True False"
-    assert render("{{ 'x' if 'content' in messages[0] else 'y' }}", {"role": "a", "content": None}) == "y"
-    assert render("  {% if true %}\nx\n  {% endif %}\n") == "x\n"
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "refuses this conversation: roles must alternate"),
-        ("{{ messages[0].content + 1 }}", "refuses this conversation"),
-        ("{% if %}", "refuses this conversation"),
-        ("{{ messages.__class__.__mro__ }}", "unsafe"),
-        ("{{ messages.append(1) }}", "refuses this conversation"),
-    ],
-)
-def test_a_template_that_fails_is_an_eagle_error(template: str, message: str) -> None:
-    with pytest.raises(EagleError, match=message):
-        render(template)
-
-
-def test_conversations_must_be_plain_and_not_empty() -> None:
-    with pytest.raises(UsageError, match="plain JSON"):
-        render("{{ messages }}", {"content": object()})
-    with pytest.raises(UsageError, match="conversation is empty"):
-        Tokenizer(byte_tokenizer(), chat_template=CHATML).render([])
-    with pytest.raises(EagleError, match="no chat template"):
-        BYTES.render([{"role": "user", "content": "hi"}])
+def test_special_tokens_count_in_raw_prompts_and_are_text_in_chats() -> None:
+    """A raw prompt may be a conversation that the caller has rendered."""
+    chat = Tokenizer(byte_tokenizer(), chat_template=CHATML, special_tokens={"eos_token": "<end>"})
+    assert chat.encode_prompt("<end>", raw=True) == [256]
+    assert chat.encode_prompt("<end>").count(256) == 1  # the template's
 
 
 # --- files ----------------------------------------------------------------------------------------------
@@ -128,20 +94,20 @@ def test_everything_is_read_from_the_folder(tmp_path: Path) -> None:
         "pad_token": None,
         "chat_template": [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "old"}],
     }
-    text = Tokenizer.load(write_tokenizer(tmp_path, tokenizer_config=config))
-    assert text.special_tokens == {"bos_token": "<s>", "eos_token": "<end>"}
-    assert text.chat_template == "old"
-    assert text.eos_token_ids == (256,)
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, tokenizer_config=config))
+    assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "<end>"}
+    assert tokenizer.chat_template == "old"
+    assert tokenizer.eos_token_ids == (256,)
     (tmp_path / "chat_template.jinja").write_text("new", encoding="utf-8")
     write_tokenizer(tmp_path, generation_config={"eos_token_id": [3, 1]})
-    text = Tokenizer.load(tmp_path)
-    assert (text.chat_template, text.eos_token_ids) == ("new", (3, 1))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert (tokenizer.chat_template, tokenizer.eos_token_ids) == ("new", (3, 1))
     write_tokenizer(
         tmp_path, generation_config={"eos_token_id": 7}, tokenizer_config={"chat_template": "only"}
     )
     (tmp_path / "chat_template.jinja").unlink()
-    text = Tokenizer.load(tmp_path)
-    assert (text.chat_template, text.eos_token_ids) == ("only", (7,))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert (tokenizer.chat_template, tokenizer.eos_token_ids) == ("only", (7,))
     (tmp_path / "generation_config.json").unlink()
     assert Tokenizer.load(tmp_path).eos_token_ids == ()
 
