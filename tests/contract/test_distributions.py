@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from importlib.metadata import PathDistribution, distribution, packages_distributions
 from pathlib import Path, PurePosixPath
 from typing import Any
-from zipfile import ZipFile, ZipInfo
 from zipfile import Path as ZipPath
+from zipfile import ZipFile, ZipInfo
 
 import pytest
 from packaging.requirements import Requirement
