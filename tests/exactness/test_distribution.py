@@ -27,8 +27,8 @@ from eagle_run.engine.decoder import Decoder
 from eagle_run.engine.request import Request, Stats
 
 VOCAB, TOKENS, SLOTS, GROUPS = 8, 3, 2048, 2
-# A prompt of one token is the first root: nothing is prefilled, which for thousands of slots takes longer than
-# all of the rounds. Half of the cases below begin with a longer one.
+# A prompt of one token is the first root: nothing is prefilled, which takes thousands of slots longer than all
+# of the rounds. Half of the cases below begin with a longer one.
 PROMPT, ONE = (3, 1, 6, 2), (3,)
 SIZES = Sizes(vocab=VOCAB, layers=3, hidden=16, heads=2, kv_heads=1, inner=24)
 SHAPES = {
@@ -87,6 +87,7 @@ def counted(
     shape: TreeShape,
     rule: str,
     stats: Stats,
+    *,
     prompt: tuple[int, ...] = ONE,
 ) -> Counter[tuple[int, ...]]:
     requests = [
@@ -132,7 +133,7 @@ def test_the_loop_has_the_targets_distribution(
     decoder: Decoder,
 ) -> None:
     stats = Stats()
-    counts = counted(decoder, settings, SHAPES[name], rule, stats, prompt)
+    counts = counted(decoder, settings, SHAPES[name], rule, stats, prompt=prompt)
     assert p_value(counts, enumerated(modules, settings, prompt)) > 1e-3
     if name != "plain":  # drafts were accepted and rejected, so both branches took part
         assert 0.15 < stats.acceptance_by_depth[0] < 0.95
