@@ -14,11 +14,12 @@ RTX := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),$(PIP) in
 BUNDLE := bundles/smollm2-135m-eagle3
 PROMPT ?= How do plants turn sunlight into food? Explain it in a few sentences.
 
-.PHONY: help venv demo test lint format clean distclean
+.PHONY: help venv demo test test-fast lint format clean distclean
 
 help:
 	@echo "make demo       install, build $(BUNDLE), answer a prompt with and without the draft"
 	@echo "make test       install, lint, run all tests"
+	@echo "make test-fast  the same without the slow tests and those of the demo's weights"
 	@echo "make lint       ruff, mypy, import contracts"
 	@echo "make format     let ruff rewrite the code"
 	@echo "make venv       install into $(VENV)"
@@ -47,8 +48,13 @@ demo: venv
 	$(BIN)/eagle-run generate $(BUNDLE) --prompt "$(PROMPT)" --max-new-tokens 128 --compare
 
 # A file's tests stay in one process, for what they share is built once there. A process takes up to 3 GB.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+
 test: lint
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(PYTEST)
+
+test-fast: lint
+	$(PYTEST) -m "not slow and not real"
 
 lint: venv
 	$(BIN)/ruff check .

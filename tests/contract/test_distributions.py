@@ -7,7 +7,7 @@ environment that sees the distributions it asks for and no other.
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -34,18 +34,9 @@ ROOT = Path(__file__).parents[2]
 PROJECTS = {"eagle-run": ROOT / "runtime", "eagle-export": ROOT}
 PACKAGES = {"eagle-run": ROOT / "runtime/eagle_run", "eagle-export": ROOT / "eagle_export"}
 # What only making bundles needs: modules that must not be there where only eagle-run is installed.
-EXPORTER_ONLY = {
-    "accelerate",
-    "eagle_export",
-    "gguf",
-    "matplotlib",
-    "onnx",
-    "onnx_ir",
-    "onnxscript",
-    "polygraphy",
-    "sentencepiece",
-    "transformers",
-}
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+(FORBIDDEN,) = (set(one["forbidden_modules"]) for one in CONTRACTS if one["type"] == "forbidden")
+EXPORTER_ONLY = FORBIDDEN - {"huggingface_hub"}  # which comes along with tokenizers
 
 
 def run(*command: object, **options: Any) -> str:
