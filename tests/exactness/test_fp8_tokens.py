@@ -25,32 +25,41 @@ def requests(engine: Engine, temperature: float) -> list[Request]:
     return [engine.request(text, max_new_tokens=32, sampling=sampling) for text in TEXTS]
 
 
+@pytest.fixture(scope="module")
+def plain(engine: Engine) -> dict[float, list[list[int]]]:
+    """Temperature -> the tokens of each answer, decoded plainly."""
+    return {
+        temperature: [
+            engine.decode([request], TreeShape.plain()).tokens[0] for request in requests(engine, temperature)
+        ]
+        for temperature in (0.0, 1.0)
+    }
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("depth", [1, 4])
-def test_a_chain_changes_no_token(engine: Engine, temperature: float, depth: int) -> None:
+def test_a_chain_changes_no_token(
+    engine: Engine, plain: dict[float, list[list[int]]], temperature: float, depth: int
+) -> None:
     """Bit for bit: every forward has two rows or more, and the rows of a chain lie side by side."""
-    for request in requests(engine, temperature):
-        plain = engine.decode([request], TreeShape.plain())
+    for request, tokens in zip(requests(engine, temperature), plain[temperature], strict=True):
         drafted = engine.decode([request], TreeShape.chain(depth))
-        assert drafted.tokens == plain.tokens
+        assert drafted.tokens == [tokens]
         assert drafted.stats.tokens_per_round > 1
 
 
-def test_side_by_side_changes_no_token(engine: Engine) -> None:
+def test_side_by_side_changes_no_token(engine: Engine, plain: dict[float, list[list[int]]]) -> None:
     """Attention has its kernel for a single row a slot, however many slots there are."""
-    asked = requests(engine, 1.0)
-    alone = [engine.decode([request], TreeShape.plain()).tokens[0] for request in asked]
     together = open_engine(engine.bundle.path, batch=2)
-    assert together.decode(asked, TreeShape.plain()).tokens == alone
+    assert together.decode(requests(engine, 1.0), TreeShape.plain()).tokens == plain[1.0]
 
 
-def test_one_row_alone_is_another_model(engine: Engine) -> None:
+def test_one_row_alone_is_another_model(engine: Engine, plain: dict[float, list[list[int]]]) -> None:
     """Why the row is added: without it plain decoding parts from the draft's answers."""
     parted = 0
-    for request in requests(engine, 0.0):
-        with_two = engine.decode([request], TreeShape.plain()).tokens
+    for request, with_two in zip(requests(engine, 0.0), plain[0.0], strict=True):
         alone = open_engine(engine.bundle.path)
         alone.decoder.runner.min_rows = 1
-        parted += alone.decode([request], TreeShape.plain()).tokens != with_two
+        parted += alone.decode([request], TreeShape.plain()).tokens != [with_two]
     if not parted:
         pytest.skip("this CPU sums one row as it sums several")
