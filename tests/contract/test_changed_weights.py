@@ -53,6 +53,7 @@ def test_weights_that_change_during_an_export_end_it(
     assert leftovers(tmp_path) == ["models"]
 
 
+@pytest.mark.slow
 def test_weights_that_change_at_the_end_leave_the_old_bundle(
     cli: Cli,
     sources: tuple[str, Path, str, Path],

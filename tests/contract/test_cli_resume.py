@@ -94,6 +94,7 @@ def contents(bundle: Bundle) -> dict[str, str]:
     return {entry.path: entry.sha256 for entry in bundle.manifest.files()}
 
 
+@pytest.mark.slow
 def test_a_build_that_is_terminated_at_its_first_graph_leaves_nothing(
     tiny_target: Path, tmp_path: Path
 ) -> None:
@@ -120,6 +121,7 @@ def whole(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM])
 def test_a_build_goes_on_after_an_end_of_any_kind(
     *, by: signal.Signals, cli: Cli, command: list[str], whole: Path, tmp_path: Path
@@ -187,6 +189,7 @@ def test_graphs_alone_go_on_too(
     assert leftovers(out) == [*graphs, "vocab_map.safetensors"]
 
 
+@pytest.mark.slow
 def test_a_calibration_and_what_was_measured_are_not_repeated(
     cli: Cli, tiny_target: Path, tiny_head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

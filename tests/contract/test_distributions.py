@@ -265,6 +265,7 @@ print(json.dumps([eagle_run.__file__, modules, absent]))
 """
 
 
+@pytest.mark.slow
 def test_alone_it_imports_and_the_exporters_libraries_are_not_there(
     alone: Path, environment: dict[str, str]
 ) -> None:
@@ -277,6 +278,7 @@ def test_alone_it_imports_and_the_exporters_libraries_are_not_there(
     assert set(here) == EXPORTER_ONLY  # the look would have seen them
 
 
+@pytest.mark.slow
 def test_alone_it_answers_a_prompt(alone: Path, environment: dict[str, str], tiny_bundle: Path) -> None:
     generate = (alone / "eagle-run", "generate", tiny_bundle, "--prompt", "hello", "--max-new-tokens", 30)
     done = json.loads(run(*generate, "--json", env=environment))
@@ -285,6 +287,7 @@ def test_alone_it_answers_a_prompt(alone: Path, environment: dict[str, str], tin
     assert done["text"] == plain.text
 
 
+@pytest.mark.slow
 def test_alone_it_says_its_version(alone: Path, environment: dict[str, str]) -> None:
     shown = run(alone / "eagle-run", "--version", env=environment)
     assert shown == f"eagle-run {eagle_run.__version__}\n"

@@ -154,6 +154,7 @@ def test_running_ahead_costs_at_most_one_round_an_answer(name: str, modules: Mod
         assert calls <= more <= calls + extra
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2])
 def test_running_ahead_stays_inside_the_caches(batch: int, modules: Modules) -> None:
     """The round too many of an answer that filled the context: its slot has retired itself by then."""

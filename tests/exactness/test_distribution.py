@@ -129,8 +129,8 @@ TREES = [
     ("name", "rule", "setting", "prompt"),
     [
         *((*how, setting, ONE) for how in TREES for setting in SETTINGS),
-        ("dynamic", "topk", "T=1", PROMPT),
-        ("static", "sampled", "min-p", PROMPT),
+        pytest.param("dynamic", "topk", "T=1", PROMPT, marks=pytest.mark.slow),
+        pytest.param("static", "sampled", "min-p", PROMPT, marks=pytest.mark.slow),
     ],
     ids=str,
 )
