@@ -47,8 +47,9 @@ demo: venv
 		$(BIN)/eagle-export build --target smollm2-135m --head eagle3 --out $(BUNDLE) --force
 	$(BIN)/eagle-run generate $(BUNDLE) --prompt "$(PROMPT)" --max-new-tokens 128 --compare
 
-# A file's tests stay in one process, for what they share is built once there. A process takes up to 3 GB.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+# A file's tests stay in one process, for what they share is built once there. Files go in their order, which ends
+# with short ones, so that no process is left with a long one. A process takes up to 3 GB.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test: lint
 	$(PYTEST)
