@@ -132,6 +132,7 @@ def test_compile_adds_engines_and_keeps_everything_else(cli: Cli, half: Path, tm
     assert leftovers(tmp_path) == ["b", "link", "other"]
 
 
+@pytest.mark.slow
 @needs_rtx
 @pytest.mark.parametrize("fault", [EagleError("the compiler gave up", hint="try again"), KeyboardInterrupt()])
 def test_a_compile_that_ends_early_leaves_the_bundle_and_is_gone_on_from(

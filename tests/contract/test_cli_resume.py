@@ -157,6 +157,7 @@ def stop_at(graph: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eagle_export.pipeline.build, "export_graph", export_graph)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [["--fresh"], ["--max-seq-len", "48"]])
 def test_another_command_line_or_fresh_starts_over(
     more: list[str], cli: Cli, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -81,7 +81,16 @@ def one_by_one(modules: Modules, requests: list[Request], shape: TreeShape, rule
     return [answers_of(decoder, [request], shape, rule=rule)[0] for request in requests]
 
 
-@pytest.mark.parametrize(("batch", "ahead"), [(1, False), (3, False), (1, True), (3, True)], ids=str)
+@pytest.mark.parametrize(
+    ("batch", "ahead"),
+    [
+        pytest.param(1, False, marks=pytest.mark.slow),
+        (3, False),
+        pytest.param(1, True, marks=pytest.mark.slow),
+        (3, True),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("name", "rule", "requests"),
     [
