@@ -5,14 +5,20 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
+import os
+import shutil
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 from eagle_run.bundle.hashing import cache_dir
 
@@ -53,6 +59,44 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def _one_thread() -> None:
     """Tiny tensors gain nothing from threads."""
     torch.set_num_threads(1)
+
+
+def pytest_runtest_setup() -> None:
+    """Torch reads the source of its ONNX functions again for each export: half of the time of a tiny one.
+    Tests export hundreds of times, so here it reads them once a process."""
+    registration: Any = sys.modules.get("torch.onnx._internal.exporter._registration")
+    registry = getattr(registration, "ONNXRegistry", None)
+    if registry is None or hasattr(registry, "read_once"):  # nothing was exported so far, or this is done
+        return
+    read, default = registry.from_torchlib, registration._constants.TORCHLIB_OPSET
+    registry.read_once = functools.cache(read)
+
+    def from_torchlib(_: object, opset_version: int = default) -> Any:
+        made = copy.copy(registry.read_once(opset_version))
+        made.functions = {name: [*found] for name, found in made.functions.items()}  # exports add their own
+        return made
+
+    registry.from_torchlib = classmethod(from_torchlib)
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """(name, make) -> a new folder that `make` fills, once for all processes of this run of the tests."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "once"
+    root.mkdir(exist_ok=True)
+
+    def get(name: str, make: Callable[[Path], object]) -> Path:
+        folder, whole = root / name, root / f"{name}.whole"
+        with FileLock(root / f"{name}.lock"):
+            if not whole.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a process that failed in the middle
+                folder.mkdir()
+                make(folder)
+                whole.touch()
+        return folder
+
+    return get
 
 
 @pytest.fixture
@@ -118,7 +162,9 @@ def built_bundle(tiny_target: Path, tiny_head: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def smollm2_bundle(
+    request: pytest.FixtureRequest, made_once: Callable[[str, Callable[[Path], object]], Path]
+) -> Path:
     """The demo bundle: the one given, one that is newer than the exporter's code, or else a new one."""
     given = request.config.getoption("--smollm2-bundle")
     if given is not None:
@@ -132,26 +178,30 @@ def smollm2_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     from eagle_export.pipeline.options import BuildOptions
     from eagle_export.progress import Report
 
-    out = tmp_path_factory.mktemp("bundles") / "smollm2-135m-eagle3"
-    return build(BuildOptions(target="smollm2-135m", out=out), Report(quiet=True)).bundle.path
+    def make(folder: Path) -> None:
+        build(BuildOptions(target="smollm2-135m", out=folder / "bundle"), Report(quiet=True))
+
+    return made_once("smollm2-135m-eagle3", make) / "bundle"
 
 
 @pytest.fixture(scope="session")
-def smollm2_fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def smollm2_fp8(made_once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     """The demo bundle in fp8, calibrated on a few short answers. Do not write into it."""
     from eagle_export.pipeline.build import build
     from eagle_export.pipeline.options import BuildOptions, Fp8Options
     from eagle_export.progress import Report
 
-    folder = tmp_path_factory.mktemp("fp8")
-    prompts = folder / "prompts.jsonl"
-    texts = ("Name three trees.", "What is 17 + 25?", "Write a line of Python that sorts a list.")
-    prompts.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts))
-    options = BuildOptions(
-        target="smollm2-135m",
-        precision="fp8",
-        fp8=Fp8Options(prompts=prompts),
-        measure=False,
-        out=folder / "bundle",
-    )
-    return build(options, Report(quiet=True)).bundle.path
+    def make(folder: Path) -> None:
+        prompts = folder / "prompts.jsonl"
+        texts = ("Name three trees.", "What is 17 + 25?", "Write a line of Python that sorts a list.")
+        prompts.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts))
+        options = BuildOptions(
+            target="smollm2-135m",
+            precision="fp8",
+            fp8=Fp8Options(prompts=prompts),
+            measure=False,
+            out=folder / "bundle",
+        )
+        build(options, Report(quiet=True))
+
+    return made_once("smollm2-135m-fp8", make) / "bundle"

@@ -44,6 +44,7 @@ def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
 
 
+@pytest.mark.slow
 def test_the_dry_run_needs_torch_and_transformers_only(tmp_path: Path) -> None:
     """Every section, where what a GPU machine may lack cannot be imported."""
     done = subprocess.run(
@@ -85,6 +86,7 @@ def check_speed(section: dict[str, Any], batch: int) -> None:
         assert tree["round_ms"] > 0
 
 
+@pytest.mark.slow
 def test_from_a_checkout_it_runs_as_a_file(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--help"],
@@ -283,6 +285,7 @@ def test_goals_are_the_worst_figures() -> None:
         assert line in text
 
 
+@pytest.mark.slow
 def test_a_bundle_is_measured_or_said_why_not(built_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from benchmarks.gpu import main
 

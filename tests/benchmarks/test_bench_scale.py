@@ -114,6 +114,7 @@ def test_a_child_does_not_inherit_our_peak(tmp_path: Path) -> None:
     assert 50 * 10**6 < int(small.out) < 300 * 10**6
 
 
+@pytest.mark.slow
 def test_the_whole_benchmark_on_a_tiny_shape(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

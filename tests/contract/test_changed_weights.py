@@ -38,6 +38,7 @@ def swap_after(step: str, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eagle_export.pipeline.build, step, wrapped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["build head", "export target"])
 def test_weights_that_change_during_an_export_end_it(
     cli: Cli,
@@ -53,6 +54,7 @@ def test_weights_that_change_during_an_export_end_it(
     assert leftovers(tmp_path) == ["models"]
 
 
+@pytest.mark.slow
 def test_weights_that_change_at_the_end_leave_the_old_bundle(
     cli: Cli,
     sources: tuple[str, Path, str, Path],

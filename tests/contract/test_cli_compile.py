@@ -48,6 +48,7 @@ def engines(bundle: Bundle) -> dict[str, Any]:
     return {a.graph: a for a in bundle.manifest.artifacts if a.backend == "tensorrt-rtx"}
 
 
+@pytest.mark.slow
 @needs_rtx
 def test_a_build_in_fp8_has_engines_scales_and_figures(
     cli: Cli, model: tuple[str, ...], tmp_path: Path
@@ -94,6 +95,7 @@ def test_a_build_in_fp8_has_engines_scales_and_figures(
     assert plain.precision == "fp8"
 
 
+@pytest.mark.slow
 @needs_rtx
 def test_compile_adds_engines_and_keeps_everything_else(cli: Cli, half: Path, tmp_path: Path) -> None:
     bundle = tmp_path / "b"
@@ -130,6 +132,7 @@ def test_compile_adds_engines_and_keeps_everything_else(cli: Cli, half: Path, tm
     assert leftovers(tmp_path) == ["b", "link", "other"]
 
 
+@pytest.mark.slow
 @needs_rtx
 @pytest.mark.parametrize("fault", [EagleError("the compiler gave up", hint="try again"), KeyboardInterrupt()])
 def test_a_compile_that_ends_early_leaves_the_bundle_and_is_gone_on_from(

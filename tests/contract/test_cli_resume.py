@@ -14,6 +14,7 @@ import pytest
 from support.exportcli import Cli, leftovers
 
 import eagle_export.pipeline.build
+from eagle_export.cli.main import run
 from eagle_run.bundle.loading import Bundle, load_bundle
 
 SMALL = ("--max-seq-len", "64", "--prefill-chunk", "16", "--max-tree-nodes", "16", "--max-batch", "2")
@@ -93,6 +94,7 @@ def contents(bundle: Bundle) -> dict[str, str]:
     return {entry.path: entry.sha256 for entry in bundle.manifest.files()}
 
 
+@pytest.mark.slow
 def test_a_build_that_is_terminated_at_its_first_graph_leaves_nothing(
     tiny_target: Path, tmp_path: Path
 ) -> None:
@@ -105,13 +107,27 @@ def test_a_build_that_is_terminated_at_its_first_graph_leaves_nothing(
     assert leftovers(out.parent) == []
 
 
+@pytest.fixture(scope="module")
+def command(tiny_target: Path, tiny_head: Path) -> list[str]:
+    """Builds target and head, but for --out."""
+    return ["build", "--target", str(tiny_target), "--head", str(tiny_head), *SMALL, *TREE]
+
+
+@pytest.fixture(scope="module")
+def whole(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the command builds in one go. Do not write into it."""
+    out = tmp_path_factory.mktemp("whole") / "b"
+    assert run([*command, "--out", str(out)]) == 0
+    return out
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM])
 def test_a_build_goes_on_after_an_end_of_any_kind(
-    *, by: signal.Signals, cli: Cli, tiny_target: Path, tiny_head: Path, tmp_path: Path
+    *, by: signal.Signals, cli: Cli, command: list[str], whole: Path, tmp_path: Path
 ) -> None:
     """Finished graphs are not exported again, and the bundle is the one that a build in one go makes."""
     out = tmp_path / "out" / "b"
-    command = ["build", "--target", tiny_target, "--head", tiny_head, *SMALL, *TREE]
     code, told = end("draft", by, *command, "--out", out)
     assert code == (130 if by == signal.SIGTERM else -by), told
     assert leftovers(out.parent) == ["b.partial"]
@@ -124,9 +140,8 @@ def test_a_build_goes_on_after_an_end_of_any_kind(
     for graph in ("target", "fuse"):
         assert f"export {graph}: taken over" in outcome.err
     assert leftovers(out.parent) == ["b"]
-    assert cli(*command, "--out", tmp_path / "whole").code == 0
-    assert contents(load_bundle(out)) == contents(load_bundle(tmp_path / "whole"))
-    assert leftovers(out) == leftovers(tmp_path / "whole")
+    assert contents(load_bundle(out)) == contents(load_bundle(whole))
+    assert leftovers(out) == leftovers(whole)
 
 
 def stop_at(graph: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +157,7 @@ def stop_at(graph: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eagle_export.pipeline.build, "export_graph", export_graph)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [["--fresh"], ["--max-seq-len", "48"]])
 def test_another_command_line_or_fresh_starts_over(
     more: list[str], cli: Cli, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -174,6 +190,7 @@ def test_graphs_alone_go_on_too(
     assert leftovers(out) == [*graphs, "vocab_map.safetensors"]
 
 
+@pytest.mark.slow
 def test_a_calibration_and_what_was_measured_are_not_repeated(
     cli: Cli, tiny_target: Path, tiny_head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,6 +97,7 @@ def checked(cli: Cli, bundle: Path, *more: object, code: int = 0) -> dict[str, d
     return {check["name"]: check for check in json.loads(outcome.out)["checks"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp8"])
 def test_verify_tells_what_a_precision_costs(cli: Cli, narrow: dict[str, Path], precision: str) -> None:
     checks = checked(cli, narrow[precision])
@@ -137,6 +138,7 @@ def _shift_exponents(content: bytearray) -> None:
     values[: len(values) // 2] &= 0b1011_1111
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "damage"), [("fp16", _scale_fp16), ("bf16", _shift_exponents), ("fp8", _shift_exponents)]
 )
@@ -184,6 +186,7 @@ def _with_engines(bundle: Path, place: Path, *, alone: bool) -> Path:
     return copy
 
 
+@pytest.mark.slow
 def test_verify_takes_the_onnx_graphs_beside_engines(
     cli: Cli, built_bundle: Path, narrow: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -159,6 +159,7 @@ def test_another_type_is_written(cli: Cli, sources: tuple[Path, Path], tmp_path:
     ]
 
 
+@pytest.mark.slow
 def test_quantised_products_are_written_and_the_rest_is_linked(sources: tuple[Path, Path]) -> None:
     half = sources[0].with_name("half-target")
     shutil.copytree(sources[0], half)

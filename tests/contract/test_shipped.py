@@ -40,6 +40,7 @@ def elsewhere(bundle: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return shutil.copytree(bundle, place / "bundle")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"link_weights": True}, {"precision": "fp8", "measure": False}], ids=["linked", "fp8"]
 )

@@ -72,6 +72,7 @@ def write_sparse(folder: Path, layers: int) -> int:
     return end
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="a process does not know its peak memory there")
 @pytest.mark.parametrize(("layers", "dtype", "link"), [(6, "float16", "copy"), (8, "bfloat16", "link")])
 def test_peak_memory_is_that_of_the_largest_tensors(

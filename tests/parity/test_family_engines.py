@@ -31,6 +31,7 @@ def rtx() -> Iterator[Any]:
     gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt-oss-fp16", "llama4-fp16", "gemma3-fp16", "qwen3-moe-fp16"])
 def test_the_compiler_reads_all_of_it(kind: str, exported: Exported, rtx: Any) -> None:
     trt = rtx.module

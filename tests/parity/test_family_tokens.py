@@ -50,6 +50,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
     return get
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt-oss", "gemma3", "qwen3-moe", "llama4"])
 def test_trees_answer_as_plain_decoding_and_transformers_do(kind: str, built: Callable[[str], Built]) -> None:
     found = built(kind)

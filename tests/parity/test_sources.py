@@ -25,6 +25,7 @@ from eagle_export.verify.sources import (
 from eagle_run.bundle.loading import Bundle, load_bundle
 from eagle_run.errors import EagleError
 
+pytestmark = pytest.mark.slow  # four bundles are built
 KINDS = {
     "fp16": ("fp16", "fp16"),
     "bf16": ("bf16", "fp16"),

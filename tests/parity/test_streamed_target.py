@@ -58,6 +58,7 @@ def test_every_weight_is_what_loading_gives(folders: dict[str, Path], kind: str,
         assert torch.equal(held[name].load(), value), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype"), EXPORTED)
 def test_the_files_are_those_of_a_loaded_model(
     folders: dict[str, Path], kind: str, dtype: torch.dtype, tmp_path: Path

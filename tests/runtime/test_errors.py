@@ -119,7 +119,8 @@ class Cleaned:
 @click.command()
 def work():
     {how}
-    time.sleep(20)
+    for _ in range(200):  # it is raised between two steps, not in the middle of one
+        time.sleep(0.1)
     print("went on")
 
 sys.exit(run_cli(work, "tool", [], interrupted="stopped"))

@@ -17,7 +17,7 @@ from eagle_run.errors import EagleError, UsageError
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     epilog="Run `eagle-run COMMAND --help` for the options and examples of a command.",
 )
-@click.version_option(package_name="eagle-export", message="%(prog)s %(version)s")
+@click.version_option(package_name="eagle-run", message="%(prog)s %(version)s")
 def cli() -> None:
     """Decodes with a bundle that `eagle-export build` made: several tokens a step, exactly the target's text.
 

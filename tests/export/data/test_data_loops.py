@@ -43,6 +43,7 @@ def harvest_of(generator: Generator, loops: str) -> tuple[Harvest, int]:
     return host.answer_prompts(PROMPTS), sum(counted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loops", ["cut", "drop", "keep"])
 def test_answers_that_end_in_their_loop_are_those_cut_afterwards(
     loops: str, talking_target: Path, monkeypatch: pytest.MonkeyPatch

@@ -43,11 +43,22 @@ def graphs(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
     return get
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _thaw() -> Iterator[None]:
+    """Behind a file everything may be collected again."""
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
-def _no_collection() -> Iterator[None]:
+def _no_collection(_thaw: None) -> Iterator[None]:
     """TensorRT calls the logger under a lock. A garbage collection that happens to run in there and frees the
-    builder of an earlier test would wait for that lock forever."""
+    builder of an earlier test would wait for that lock forever.
+
+    What is left of a collection is not looked at by the next one: all of torch takes half a second a test.
+    """
     gc.collect()
+    gc.freeze()
     gc.disable()
     yield
     gc.enable()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.enginemaker import ADA, Graphs
 
 from eagle_export.engines.build import Progress
@@ -155,6 +156,7 @@ def test_progress_is_told_four_times_a_second_at_most() -> None:
     assert 5 <= len(sent) <= 20
 
 
+@pytest.mark.slow
 def test_a_timing_cache_is_kept_and_reused(rtx: Any, graphs: Callable[[str], Graphs], tmp_path: Path) -> None:
     """Straight to the compiler's process: `compile_engine` refuses a cache for TensorRT-RTX, which asks for a
     GPU when it reads one, but gets on without.

@@ -15,7 +15,7 @@ from eagle_export.engines.request import EngineSettings
 from eagle_run.bundle.loading import load_bundle
 from eagle_run.bundle.records import LayerSummary
 
-pytestmark = pytest.mark.usefixtures("rtx")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("rtx")]
 
 CACHED = {"target": LAYERS, "draft": 1, "fuse": 0}
 PRODUCTS = {"target": 4 * LAYERS + 1, "draft": 5, "fuse": 1}

@@ -114,6 +114,7 @@ def _run(engine: Engine, shape: TreeShape, rule: str) -> None:
     answers_of(engine, requests, shape, rule=rule)
 
 
+@pytest.mark.slow
 def test_the_recording_is_worth_something(bound: Shapes) -> None:
     sizes = {graph: [dict(found) for found in bound[graph]] for graph in bound}
     assert {found["T"] for found in sizes["target"]} >= {2, 8, 10, 16, 24, 32}

@@ -68,6 +68,7 @@ def compiled(built_bundle: Path, tmp_path_factory: pytest.TempPathFactory, rtx: 
     return compile_bundle(built_bundle, EngineOptions(backend="tensorrt-rtx"), Report(quiet=True), out=out)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver, so nothing is refused")
 def test_without_a_driver_the_reason_is_the_librarys(rtx: Any, compiled: Bundle) -> None:
     """In a process of its own, as the real runtime is loaded here."""
@@ -107,6 +108,7 @@ def test_the_log_keeps_errors_and_nothing_else(rtx: Any) -> None:
     assert log.last == "second"
 
 
+@pytest.mark.slow
 def test_a_real_manifest_decodes(compiled: Bundle, world: World, tmp_path: Path) -> None:
     """Profiles and signatures are the real compiler's; only what runs is stood in for."""
     import hashlib

@@ -43,6 +43,7 @@ def onnx_bytes(bundle: Bundle) -> dict[str, int]:
     return {a.graph: sum(file.bytes for file in a.files) for a in bundle.manifest.artifacts}
 
 
+@pytest.mark.slow
 def test_graphs_are_as_large_as_estimated(target: Path, head: Path, bundle: Bundle) -> None:
     weighed = weigh_checkpoints(target, head, "fp16")
     estimated = {graph.name: graph.onnx_bytes for graph in estimate(weighed, "fp16").graphs}
@@ -155,6 +156,7 @@ def test_bin_files_count_as_16_bit_weights(
     assert graph.loaded_bytes == 500 * WIDTHS[precision]
 
 
+@pytest.mark.slow
 def test_engines_and_their_compiler_take_what_was_estimated(bundle: Bundle, tmp_path: Path) -> None:
     """Sizes within a fifth and memory within a third of a real compilation of several profiles."""
     pytest.importorskip("tensorrt_rtx", reason="needs pip install 'eagle-export[rtx]'")

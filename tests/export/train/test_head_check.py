@@ -23,6 +23,7 @@ from eagle_export.train.settings import TrainSettings
 from eagle_export.train.ttt import Batch
 from eagle_export.verify.head_check import CLEAR, SIGNIFICANT, Measured, check_head, check_readings, readings
 
+pytestmark = pytest.mark.slow  # heads are trained
 PROMPT = 8
 Answers = list[tuple[list[int], list[int]]]
 

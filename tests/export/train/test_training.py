@@ -105,6 +105,7 @@ def test_training_is_told(trained: Path) -> None:
     assert (trained / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [{}, {"average": 0.9, "accumulate": 2, "noise": 0.1}], ids=["plain", "all"])
 def test_a_resumed_run_is_the_same_to_the_bit(
     learned: Path, data: Path, tmp_path: Path, extra: dict[str, object], monkeypatch: pytest.MonkeyPatch

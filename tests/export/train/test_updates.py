@@ -60,6 +60,7 @@ def test_bf16_halves_make_the_update_of_the_whole_within_its_rounding() -> None:
     assert not torch.equal(whole["loss"], exact["loss"])  # so it was bfloat16
 
 
+@pytest.mark.slow
 def test_two_workers_make_the_update_of_the_whole(whole: dict[str, Tensor], tmp_path: Path) -> None:
     """As torchrun starts them, with one batch and with two for each."""
     with socket.socket() as free:
