@@ -25,7 +25,8 @@ from eagle_run.errors import EagleError, UsageError, as_eagle_error
 from eagle_run.metrics import Metrics
 from eagle_run.outputs import RequestOutput
 from eagle_run.params import RequestOutputKind, SamplingParams
-from eagle_run.tokenizer import Message, Tokenizer
+from eagle_run.chat_template import Message
+from eagle_run.tokenizer import Tokenizer
 from eagle_run.tuning.tree_tuning import auto_tree
 
 Prompt = str | Sequence[int] | Mapping[str, Any]

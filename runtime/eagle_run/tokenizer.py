@@ -111,7 +111,10 @@ class Tokenizer:
         self, messages: Sequence[Message], *, split_special_tokens: bool = True, **variables: Any
     ) -> list[int]:
         """`apply_chat_template` to ids, ready for the assistant's answer."""
-        return self.apply_chat_template(messages, split_special_tokens=split_special_tokens, **variables)
+        ids: list[int] = self.apply_chat_template(
+            messages, split_special_tokens=split_special_tokens, **variables
+        )
+        return ids
 
     @overload
     def apply_chat_template(

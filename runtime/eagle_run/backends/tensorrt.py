@@ -203,7 +203,7 @@ class _Loader:
 def make_log(trt: Any) -> Any:
     """A logger of the library `trt` that keeps the last error, as `last`, and prints nothing."""
 
-    class Log(trt.ILogger):
+    class Log(trt.ILogger):  # type: ignore[misc]  # the library is only known when it is there
         def __init__(self) -> None:
             super().__init__()
             self.last = ""

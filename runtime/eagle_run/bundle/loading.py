@@ -95,7 +95,7 @@ class Bundle:
 
         where = self.path / head.vocab_map.path
         try:
-            table = load_file(where)[VOCAB_MAP_TENSOR]
+            table: torch.Tensor = load_file(where)[VOCAB_MAP_TENSOR]
         except (OSError, SafetensorError, KeyError) as error:
             raise EagleError(
                 f"{where}: no readable tensor {VOCAB_MAP_TENSOR!r}: {error}", hint=_REBUILD

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -145,7 +145,7 @@ def common_options(*, max_tokens: int) -> Callable[[F], F]:
         wrapped: Any = command
         for option in reversed([*_options(max_tokens)]):
             wrapped = option(wrapped)
-        return wrapped
+        return cast(F, wrapped)
 
     return decorate
 
