@@ -37,7 +37,8 @@ def no_link(file: Path, folder: Path, error: OSError) -> EagleError:
     why = "it is on another disk" if error.errno == errno.EXDEV else error.strerror
     return EagleError(
         f"{file} cannot be linked into {folder}: {why}",
-        hint="choose a place on the checkpoint's own disk with --out, or leave out --link-weights",
+        hint="choose a folder on the checkpoint's own disk, or have the weights copied",
+        parameters=["out", "link_weights"],
     )
 
 
@@ -48,7 +49,8 @@ def check_writable(path: Path) -> None:
         why = "may not be written" if above.is_dir() else "is a file"
         raise EagleError(
             f"{path} cannot be written: {above} {why}",
-            hint="choose another place with --out, or make that folder writable",
+            hint="choose another folder, or make that one writable",
+            parameters=["out"],
         )
 
 
@@ -62,27 +64,33 @@ def check_place(path: Path, *, force: bool) -> None:
     if path.is_file():
         raise EagleError(
             f"{path} is a file; expected a folder to write the bundle to",
-            hint="choose another place with --out",
+            hint="choose another folder",
+            parameters=["out"],
         )
     if path.is_symlink() and not path.exists():  # a folder cannot be renamed over it
         raise EagleError(
             f"{path} is a link to nothing: expected a folder, or a free name",
-            hint="remove the link, or choose another place with --out",
+            hint="remove the link, or choose another folder",
+            parameters=["out"],
         )
     if os.path.ismount(path):
         raise EagleError(
             f"{path} is the top of a disk: a finished bundle is renamed to its place, which cannot be there",
-            hint=f"name a folder inside it: --out {path / 'bundle'}",
+            hint=f"name a folder inside it, such as {path / 'bundle'}",
+            parameters=["out"],
         )
     if not path.is_dir() or not any(path.iterdir()):
         return
     if not (path / MANIFEST).is_file():
         raise EagleError(
             f"{path} holds files that are not a bundle; it is left alone",
-            hint="choose another place with --out, or empty the folder yourself",
+            hint="choose another folder, or empty this one yourself",
+            parameters=["out"],
         )
     if not force:
-        raise EagleError(f"{path} already holds a bundle; it is kept", hint="pass --force to replace it")
+        raise EagleError(
+            f"{path} already holds a bundle; it is kept", hint="ask to replace it", parameters=["force"]
+        )
 
 
 def swap(new: Path, place: Path) -> None:
@@ -101,7 +109,8 @@ def swap(new: Path, place: Path) -> None:
         if isinstance(error, OSError):
             raise EagleError(
                 f"{place}: the finished bundle cannot be put in place: {error.strerror}",
-                hint="choose another place with --out",
+                hint="choose another folder",
+                parameters=["out"],
             ) from error
         raise
     _remove(aside)

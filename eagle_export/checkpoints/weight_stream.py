@@ -204,7 +204,8 @@ class Streamed(Blocks):
         if values.numel() and not math.isfinite(largest(values)):
             raise EagleError(
                 f"{self.name} holds values that fp16 cannot: it ends at 65504",
-                hint="build with --precision bf16, or fp32",
+                hint="build in bf16 or fp32",
+                parameters=["precision"],
             )
 
 

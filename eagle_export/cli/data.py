@@ -54,6 +54,7 @@ def _options(function: F) -> F:
         ),
         click.option(
             "--temperature",
+            "temperatures",
             default="0:0.5,0.7:0.25,1.0:0.25",
             show_default=True,
             metavar="T:SHARE,...",
@@ -163,7 +164,7 @@ def data(target: str, out: Path, as_json: bool, threads: int, **options: Any) ->
 
     device, precision, batch = (options.pop(name) for name in ("device", "precision", "batch"))
     place = Place(device, precision or "", batch, threads)
-    options["temperatures"] = parse_temperatures(options.pop("temperature"))
+    options["temperatures"] = parse_temperatures(options["temperatures"])
     options["self_play"] = options["self_play"] or 0
     settings = DataSettings(**options)
     settings.check()

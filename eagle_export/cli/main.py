@@ -18,6 +18,7 @@ from eagle_export.cli.options import (
     fp8_options,
     fresh_option,
     json_option,
+    layer_numbers,
     print_rich,
     source_options,
     take_engine,
@@ -196,7 +197,7 @@ def verify(bundle: Path, threads: int, as_json: bool, **options: Any) -> None:
       eagle-export verify bundles/smollm2-135m-eagle3 --prompts my.jsonl --limit 8 --json
     """
     from eagle_export.progress import Report
-    from eagle_export.verify.checks import advice
+    from eagle_export.verify.checks import READING, advice
     from eagle_export.verify.verification import render, verify_bundle
 
     use_threads(threads)
@@ -205,7 +206,9 @@ def verify(bundle: Path, threads: int, as_json: bool, **options: Any) -> None:
     if result.passed:
         return
     message = f"{bundle}: {result.failures} of {len(result.checks)} checks failed"
-    error = EagleError(message, hint=advice(result.checks))
+    failed = {check.name for check in result.checks if check.status == "fail"}
+    build_options = ("head_layer_ids", "head_set") if failed == {READING} else ()
+    error = EagleError(message, hint=advice(result.checks), parameters=build_options)
     if not as_json:
         raise error
     click.echo(f"error: {error}", err=True)  # stdout has its one document
@@ -262,15 +265,7 @@ cli.add_command(train)
 def _options(values: dict[str, Any]) -> Any:
     from eagle_export.pipeline.options import BuildOptions, EngineOptions
 
-    ids = values.pop("head_layer_ids")
-    if ids is not None:
-        try:
-            ids = tuple(int(part) for part in ids.split(","))
-        except ValueError:
-            raise UsageError(
-                f"--head-layer-ids should be numbers with commas between them, found {ids!r}",
-                hint="for example --head-layer-ids 2,16,29",
-            ) from None
+    ids = layer_numbers(values.pop("head_layer_ids"), "head_layer_ids")
     fp8 = take_fp8(values)
     engine = take_engine(values) if "backend" in values else EngineOptions()
     values["precision"] = values["precision"] or ("fp16" if engine.compiles else "fp32")

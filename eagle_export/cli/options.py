@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,7 +12,6 @@ import click
 from eagle_export.engines.request import COMPATIBILITIES
 from eagle_export.pipeline.options import (
     BACKENDS,
-    ENGINE_FLAGS,
     PRECISIONS,
     PROFILES,
     TREE_KINDS,
@@ -140,24 +140,36 @@ def fp8_options(function: F) -> F:
 
 def take_engine(values: dict[str, Any]) -> EngineOptions:
     """Takes the options of `engine_options` out of a command's values."""
-    taken = {name: values.pop(name) for name in ("backend", *ENGINE_FLAGS)}
+    taken = {field.name: values.pop(field.name) for field in fields(EngineOptions)}
     for name in ("target_arch", "profiles"):
-        taken[name] = _names(taken[name], ENGINE_FLAGS[name])
+        taken[name] = _names(taken[name], name)
     return EngineOptions(**taken)
 
 
 def take_fp8(values: dict[str, Any]) -> Fp8Options:
     """Takes the options of `fp8_options` out of a command's values."""
-    return Fp8Options(
-        **{name: values.pop(name) for name in ("keep", "lm_head", "fuse", "base", "scales", "prompts")}
-    )
+    return Fp8Options(**{field.name: values.pop(field.name) for field in fields(Fp8Options)})
 
 
-def _names(value: str | None, flag: str) -> tuple[str, ...]:
+def _names(value: str | None, parameter: str) -> tuple[str, ...]:
     names = () if value is None else tuple(part.strip() for part in value.split(","))
     if not all(names):
-        raise UsageError(f"--{flag} should be names with commas between them, found {value!r}")
+        raise UsageError(f"expected names with commas between them, found {value!r}", parameters=[parameter])
     return names
+
+
+def layer_numbers(value: str | None, parameter: str) -> tuple[int, ...] | None:
+    """ "2,15,27" -> (2, 15, 27). Raises UsageError, naming the command's parameter, for anything else."""
+    if value is None:
+        return None
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise UsageError(
+            f"expected numbers with commas between them, found {value!r}",
+            hint="for example 2,15,27",
+            parameters=[parameter],
+        ) from None
 
 
 def _apply(options: Sequence[Callable[[F], F]], function: F) -> F:

@@ -8,9 +8,8 @@ from typing import Any
 
 import click
 
-from eagle_export.cli.options import common, json_option, threads_option, use_threads
+from eagle_export.cli.options import common, json_option, layer_numbers, threads_option, use_threads
 from eagle_export.train.settings import ALGORITHMS, FEATURES, LOSSES, PRECISIONS, TrainSettings
-from eagle_run.errors import UsageError
 
 _DEFAULT = TrainSettings()
 
@@ -105,7 +104,7 @@ def train(threads: int, as_json: bool, layers: str | None, **options: Any) -> No
     taken = {name: options.pop(name) for name in names}
     data = tuple(options.pop("data"))
     target = options.pop("target")
-    settings = TrainSettings(layers=_layers(layers), **options)
+    settings = TrainSettings(layers=layer_numbers(layers, "layers"), **options)
     try:
         done = run_train(TrainRequest(target, data, settings=settings, **taken), Report())
     except KeyboardInterrupt:
@@ -119,15 +118,3 @@ def train(threads: int, as_json: bool, layers: str | None, **options: Any) -> No
     best = result["best"]
     figure = f", {best['validation']['tokens_per_round']:.2f} tokens per round held out" if best else ""
     click.echo(f"{taken['out']}: {result['updates']} updates{figure}")
-
-
-def _layers(value: str | None) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    try:
-        return tuple(int(part) for part in value.split(","))
-    except ValueError:
-        raise UsageError(
-            f"--layers should be numbers with commas between them, found {value!r}",
-            hint="for example --layers 2,15,27",
-        ) from None

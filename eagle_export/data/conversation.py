@@ -98,7 +98,8 @@ def around_turn(text: Tokenizer, messages: Sequence[Message]) -> tuple[str, str]
     if not mark:
         raise EagleError(
             "this chat template does not show what the user says, so the target cannot write it",
-            hint="give prompts with --prompts",
+            hint="give prompts",
+            parameters=["prompts"],
         )
     return prefix, suffix
 

@@ -83,8 +83,10 @@ def _make_data(
         _check_same(before, "settings", {**record, _MAY_GROW: had}, out)
         if settings.self_play < had:
             raise EagleError(
-                f"{out} was made with --self-play {had}; fewer would leave shards of the longer run behind",
-                hint=f"give --self-play {had} or more, or choose another place with --out",
+                f"{out} was made with {had} prompts of the target's own; fewer would leave shards of the "
+                "longer run behind",
+                hint=f"ask for {had} or more, or choose another folder",
+                parameters=["self_play", "out"],
             )
     asked = len(prompts) + settings.self_play
     place = replace(
@@ -142,7 +144,8 @@ def _check_same(before: dict[str, Any], part: str, now: dict[str, Any], out: Pat
         key, another = odd[0], f"another {part.removesuffix('s')}"
         raise EagleError(
             f"{out} was made with {another}: {key} was {was.get(key)!r}, now it is {now.get(key)!r}",
-            hint="repeat the options of the first run to go on with it, or choose another place with --out",
+            hint="repeat the settings of the first run to go on with it, or choose another folder",
+            parameters=["out"],
         )
 
 

@@ -124,7 +124,8 @@ def read_data(folder: Path) -> dict[str, Any] | None:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise EagleError(
                 f"{folder} holds files that are no training data; it is left alone",
-                hint="choose another place with --out, or empty the folder yourself",
+                hint="choose another folder, or empty this one yourself",
+                parameters=["out"],
             )
         return None
     try:

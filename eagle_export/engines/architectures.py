@@ -60,6 +60,7 @@ def capability(arch: str) -> str:
         raise UsageError(
             f"architecture {arch!r}: expected a form like sm89 or 8.9",
             hint=f"TensorRT-RTX compiles for {_list(RTX_CAPABILITIES)}",
+            parameters=["target_arch"],
         )
     return f"{found[1]}.{found[2]}"
 
@@ -97,16 +98,18 @@ def local_capability() -> str | None:
 def _of_this_machine(arches: Sequence[str]) -> tuple[str, ...]:
     if arches:
         raise UsageError(
-            f"--target-arch {','.join(arches)}: TensorRT compiles only for the GPU of the machine it runs on",
-            hint="leave it out and compile on a machine with that GPU, or use --backend tensorrt-rtx",
+            f"target_arch {','.join(arches)}: TensorRT compiles only for the GPU of the machine it runs on",
+            hint="leave it out and compile on a machine with that GPU, or compile with tensorrt-rtx",
+            parameters=["target_arch", "backend"],
         )
     found = local_capability()
     if found is None:
         raise EagleError(
             "TensorRT compiles on the GPU that the engine is for, and no NVIDIA GPU is found here",
-            hint="build with --backend onnxruntime here, copy the bundle to the machine with the GPU and run "
-            "`eagle-export compile BUNDLE --backend tensorrt` there; or use --backend tensorrt-rtx, which "
+            hint="build for onnxruntime here, copy the bundle to the machine with the GPU and run "
+            "`eagle-export compile BUNDLE --backend tensorrt` there; or compile with tensorrt-rtx, which "
             "needs no GPU",
+            parameters=["backend"],
         )
     return (found,)
 
@@ -117,13 +120,15 @@ def _rtx_capability(arch: str) -> str:
         return found
     if found in _OUTSIDE_RTX:
         raise UsageError(
-            f"--target-arch {arch}: TensorRT-RTX does not list {_OUTSIDE_RTX[found]}; it compiles for "
+            f"target_arch {arch}: TensorRT-RTX does not list {_OUTSIDE_RTX[found]}; it compiles for "
             f"{_list(RTX_CAPABILITIES)}",
             hint="use plain TensorRT on that machine: `eagle-export compile BUNDLE --backend tensorrt`",
+            parameters=["target_arch"],
         )
     raise UsageError(
-        f"--target-arch {arch}: TensorRT-RTX compiles for {_list(RTX_CAPABILITIES)}",
+        f"target_arch {arch}: TensorRT-RTX compiles for {_list(RTX_CAPABILITIES)}",
         hint="see https://developer.nvidia.com/cuda-gpus for the compute capability of your GPU",
+        parameters=["target_arch"],
     )
 
 
@@ -136,7 +141,8 @@ def _check_precision(precision: str, capabilities: Sequence[str]) -> None:
         )
         raise EagleError(
             f"precision {precision} cannot run on {_list(short)}: {reason}",
-            hint=f"use --precision {other}, or compile for {arch_name(least)} and newer",
+            hint=f"build in {other}, or compile for {arch_name(least)} and newer",
+            parameters=["precision", "target_arch"],
         )
 
 

@@ -234,13 +234,18 @@ class Progress:
 
 def _failure(library: Library, request: EngineRequest, problems: list[str]) -> EagleError:
     """Why there is no engine, from the last errors of the library."""
-    said = "; ".join(problems[-3:]) or "it does not say why"
-    hint = "read its message above; another --precision or fewer --profiles may do"
+    reason = "; ".join(problems[-3:]) or "it does not say why"
+    hint, parameters = "read its message above; another precision or fewer profiles may do", ["profiles"]
     sizes = {tensor.shape[-1] for tensor in request.spec.inputs if tensor.name.startswith("past_")}
-    odd = sorted(size for size in sizes if size not in _FUSING)
-    if odd:  # the library's own message does not always mention attention
+    unfused = sorted(size for size in sizes if size not in _FUSING)
+    if unfused:  # the library's own message does not always mention attention
         hint = (
-            f"most likely it has no fused attention for heads of {odd[0]} values: "
-            f"{', '.join(map(str, _FUSING))} are known to work; use --backend onnxruntime for this model"
+            f"most likely it has no fused attention for heads of {unfused[0]} values: "
+            f"{', '.join(map(str, _FUSING))} are known to work; build for onnxruntime with this model"
         )
-    return EagleError(f"{library.label} cannot compile the {request.graph} graph: {said}", hint=hint)
+        parameters = ["backend"]
+    return EagleError(
+        f"{library.label} cannot compile the {request.graph} graph: {reason}",
+        hint=hint,
+        parameters=parameters,
+    )

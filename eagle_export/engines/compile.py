@@ -125,7 +125,7 @@ def _explain(
     """Why there is no result."""
     kind = (error or {}).get("kind")
     if error is not None and kind is None:
-        return EagleError(error["message"], hint=error["hint"])
+        return EagleError(error["message"], hint=error["hint"], parameters=error["parameters"])
     said = f"; its last words: {log[-1]}" if log else ""
     if kind == "disk":
         return EagleError(
@@ -148,8 +148,9 @@ def _explain(
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         return EagleError(
             f"{request.backend} crashed ({name}) while it compiled the {request.graph} graph{said}",
-            hint="this is a fault of the library; another version or other --profiles may do. "
+            hint="this is a fault of the library; another version or other profiles may do. "
             f"Please report it with this: {stderr or 'nothing on stderr'}",
+            parameters=["profiles"],
         )
     return EagleError(
         f"the compiler of the {request.graph} graph ended with exit code {code} and no engine{said}",
@@ -167,7 +168,7 @@ def _tail(stderr: IO[bytes]) -> str:
 def _check_writable(request: EngineRequest) -> None:
     """Before minutes of compiling: can the engine and the timing cache be written where they should go?"""
     cache = request.settings.timing_cache
-    for path, flag in ((request.out, "--out"), (cache, "--timing-cache")):
+    for path, parameter in ((request.out, "out"), (cache, "timing_cache")):
         if path is None:
             continue
         try:
@@ -179,7 +180,8 @@ def _check_writable(request: EngineRequest) -> None:
         except OSError as error:
             raise EagleError(
                 f"{path} cannot be written: {error.strerror or error}",
-                hint=f"make the folder writable for this user, or choose another place with {flag}",
+                hint="make the folder writable for this user, or choose another",
+                parameters=[parameter],
             ) from error
 
 

@@ -52,6 +52,7 @@ def choose_profiles(
         raise UsageError(
             f"profiles should be of {', '.join(PROFILE_NAMES)}, found {', '.join(unknown)}",
             hint="leave them out to have all that a graph can use",
+            parameters=["profiles"],
         )
     if graph == "fuse":
         return (_fuse(limits, tree),)
@@ -63,6 +64,7 @@ def choose_profiles(
         raise UsageError(
             "the profile plain holds one row only, so it cannot serve prompts",
             hint="add prefill or verify to the profiles",
+            parameters=["profiles"],
         )
     alone = 2 if precision == "fp8" else 1  # rows of plain decoding: see ModelRunner
     return _cached(graph, limits, tree, wanted or usable[-1:], alone)

@@ -43,7 +43,7 @@ def main() -> None:
     try:
         send({"result": compile_request(EngineRequest.from_json(json.load(sys.stdin)), send)})
     except EagleError as error:
-        send({"error": {"message": error.message, "hint": error.hint}})
+        send({"error": {"message": error.message, "hint": error.hint, "parameters": error.parameters}})
     except MemoryError:
         send({"error": {"kind": "memory"}})
     except OSError as error:

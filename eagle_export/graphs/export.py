@@ -146,7 +146,8 @@ def _trace(module: nn.Module, inputs: Mapping[str, Tensor], dynamic: DynamicAxes
                 cause = cause.__cause__
             raise EagleError(
                 f"the {name} graph could not be traced: {type(cause).__name__}: {first_line(cause)}",
-                hint="run with --debug for the whole trace",
+                hint="the whole trace is in this error's cause",
+                parameters=["debug"],
             ) from error
 
 

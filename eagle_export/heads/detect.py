@@ -52,7 +52,8 @@ def detect_dialect(config: Config, tensor_names: Iterable[str]) -> str:
     raise EagleError(
         f"this is not an EAGLE head: neither midlayer.* (EAGLE-3) nor fc.weight and layers.0.* (EAGLE-1) "
         f"among its {len(there)} tensors (found {found}{', ...' if len(there) > 4 else ''})",
-        hint="--head wants the folder of a head, not of a target",
+        hint="give the folder of a head, not of a target",
+        parameters=["head"],
     )
 
 
@@ -65,5 +66,5 @@ def _refuse_other_kinds(config: Config, there: set[str]) -> None:
     if config.get("quantization_config"):
         raise EagleError(
             "config.json of the head has quantization_config: quantised heads are not read",
-            hint="use the checkpoint that is not quantised; --precision fp8 quantises on export",
+            hint="use the checkpoint that is not quantised; a build in fp8 quantises on export",
         )

@@ -136,7 +136,8 @@ def _check_layers(spec: HeadSpec, target: TargetSizes, tensors: Tensors) -> None
             kind = "an EAGLE-1 head" if spec.algorithm == "eagle1" else "a head without fc"
             raise EagleError(
                 f"layer ids {list(ids)} for {kind}: it takes the last hidden state only, [{layers}]",
-                hint="leave out --head-layer-ids, or layer_ids in the recipe",
+                hint="leave the layer ids out, or layer_ids in the recipe",
+                parameters=["head_layer_ids"],
             )
         return
     last = raw_last(layers)
@@ -145,15 +146,17 @@ def _check_layers(spec: HeadSpec, target: TargetSizes, tensors: Tensors) -> None
             f"layer ids {list(ids)} do not fit a target of {layers} layers: ascending numbers from 0 to "
             f"{last} are expected, where {layers} is the output of the final norm and {last} what that norm "
             "reads",
-            hint="where the head names none they are 2, L//2 and L-3; `eagle-export build` takes others with "
-            "--head-layer-ids, as indices into Transformers' hidden_states",
+            hint="where the head names none they are 2, L//2 and L-3; a build takes others, as indices into "
+            "Transformers' hidden_states",
+            parameters=["head_layer_ids"],
         )
     width = tensors["fc.weight"].shape[-1] if "fc.weight" in tensors else spec.feature_width
     if width != spec.feature_width:
         raise EagleError(
             f"fc.weight of the head takes {width} features, which is not {len(ids)} layers {list(ids)} of "
             f"hidden size {target.hidden_size} ({spec.feature_width})",
-            hint="use the head of this target; `eagle-export build` takes other layers with --head-layer-ids",
+            hint="use the head of this target; a build takes other layers where the head says them wrongly",
+            parameters=["head_layer_ids"],
         )
 
 

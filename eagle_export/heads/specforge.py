@@ -34,7 +34,7 @@ def read(config: Config, tensors: Tensors, target: TargetSizes) -> tuple[HeadSpe
     Flags may stand at the top level or inside `eagle_config`. `norm_output` means what EAGLE-3.1, vLLM and
     SGLang mean: the draft is fed its own output after `norm`. (SpecForge before its pull request 879 meant
     the norm in front of lm_head by it, which every head has; nothing in a file tells the two apart.
-    `--head-set norm_output=false` reads such a head, and `eagle-export verify` notices which one it is.)
+    The setting norm_output=false reads such a head, and `eagle-export verify` notices which one it is.)
     """
     return flagged(config, tensors, target, dialect="specforge"), tensors
 

@@ -52,7 +52,8 @@ def write_head(
         raise EagleError(
             f"{', '.join(broken)} of the head cannot be stored as {_TYPES[dtype]}: values out of range or "
             "not numbers",
-            hint="train with a lower --lr",
+            hint="train with a lower learning rate",
+            parameters=["lr"],
         )
     if spec.algorithm == "eagle3" and spec.draft_vocab_size < spec.vocab_size:
         assert draft_to_target is not None

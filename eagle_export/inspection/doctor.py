@@ -78,7 +78,7 @@ def diagnose() -> list[Check]:
 
 
 def to_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
-    """For `doctor --json`."""
+    """As plain data, for scripts."""
     return [asdict(check) for check in checks]
 
 

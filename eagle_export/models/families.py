@@ -179,7 +179,8 @@ def check_family(config: Any, max_seq_len: int) -> None:
         raise EagleError(
             f"max_seq_len is {max_seq_len}, but this target knows only "
             f"{config.max_position_embeddings} positions",
-            hint=f"use --max-seq-len {config.max_position_embeddings} or less",
+            hint=f"use {config.max_position_embeddings} or less",
+            parameters=["max_seq_len"],
         )
 
 
@@ -235,7 +236,8 @@ def _check_rope(config: Any, family: Family, rope: dict[str, Any], max_seq_len: 
         raise EagleError(
             f"{family.title} target with 'longrope' scaling: beyond {original} tokens its frequencies "
             f"change, but a graph needs fixed ones, and max_seq_len is {max_seq_len}",
-            hint=f"use --max-seq-len {original} or less",
+            hint=f"use {original} or less",
+            parameters=["max_seq_len"],
         )
     raise EagleError(
         f"{family.title} target with {kind!r} rotary scaling: its frequencies change with the length "

@@ -155,7 +155,8 @@ class TargetModule(nn.Module):
             raise EagleError(
                 f"feature layers {list(self.feature_layers)} do not fit a target with {self.dims.layers} "
                 f"layers: expected ascending indices from 0 to {last}",
-                hint="`eagle-export build` takes others with --head-layer-ids",
+                hint="a build takes others",
+                parameters=["head_layer_ids"],
             )
         self._one_mask = family_of(model.config).masks == "one"
         self._spans = layer_spans(model.config)

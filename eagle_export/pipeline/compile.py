@@ -146,12 +146,15 @@ def _check_out(out: Path, path: Path) -> None:
     place = out.resolve()
     if place == path or path in place.parents:
         raise UsageError(
-            f"--out {out} is the bundle itself, or inside it",
+            f"{out} is the bundle itself, or inside it",
             hint="leave it out to add the engines to the bundle",
+            parameters=["out"],
         )
     if place.exists() and (place.is_file() or any(place.iterdir())):
         raise EagleError(
-            f"{out} already exists; it is left alone", hint="choose another place, or leave --out away"
+            f"{out} already exists; it is left alone",
+            hint="choose another folder, or leave it out to add the engines to the bundle",
+            parameters=["out"],
         )
 
 

@@ -77,7 +77,9 @@ class Partial:
             self._lock.enter_context(alone_in(self.folder))
         except OSError as error:
             raise EagleError(
-                f"{self.folder}: cannot be made: {error.strerror}", hint="choose another place with --out"
+                f"{self.folder}: cannot be made: {error.strerror}",
+                hint="choose another folder",
+                parameters=["out"],
             ) from None
         try:
             self._check_ours()
@@ -121,8 +123,8 @@ class Partial:
                 with contextlib.suppress(OSError):  # a full disk; the journal is as it was
                     self._write()
                 self._note(
-                    f"finished parts are kept in {self.folder}: the same command goes on from there, with "
-                    "--fresh it starts over; delete that folder to have the space back"
+                    f"finished parts are kept in {self.folder}: the same command goes on from there, unless "
+                    "it is to start fresh; delete that folder to have the space back"
                 )
                 return True
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -153,7 +155,8 @@ class Partial:
         if there and not there & {JOURNAL, _NEXT, MANIFEST}:
             raise EagleError(
                 f"{self.folder} holds files that are not of an interrupted run; it is left alone",
-                hint="move it away, or choose another place with --out",
+                hint="move it away, or choose another folder",
+                parameters=["out"],
             )
 
     def _read(self) -> None:

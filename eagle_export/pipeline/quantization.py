@@ -124,7 +124,9 @@ def check_fp8(plan: Plan) -> None:
             if not any(fnmatchcase(name, pattern) for name in names):
                 shown = sorted({starred(name) for name in names if name.endswith("_proj")})
                 raise UsageError(
-                    f"no linear layer is called {pattern!r}", hint="there are " + ", ".join(shown)
+                    f"no linear layer is called {pattern!r}",
+                    hint="there are " + ", ".join(shown),
+                    parameters=["keep"],
                 )
 
 
@@ -153,7 +155,8 @@ def _of_these_graphs(scales: Scales, plan: Plan) -> Scales:
             raise EagleError(
                 f"{plan.fp8.scales}: expected scales of {' and '.join(needed)}, found "
                 f"{', '.join(scales.inputs) or 'none'}",
-                hint="calibrate again: build without --scales",
+                hint="calibrate again: build without a file of scales",
+                parameters=["scales"],
             )
     graphs = (*needed, "fuse") if plan.loaded is not None else needed
     return replace(scales, inputs={name: scales.inputs[name] for name in graphs if name in scales.inputs})

@@ -43,8 +43,8 @@ class GraphWeights:
     """A graph to come: its decoder layers, and the bytes of its weights: in its precision, and in fp32.
 
     read_bytes: of its own weight files, as they are stored. held_bytes: of the largest product, which is held
-    while it is written (an embedding is not: its rows stay rows). linked_bytes: of the weights that
-    --link-weights leaves in the checkpoint's files; unlinked_held_bytes: held_bytes of the others.
+    while it is written (an embedding is not: its rows stay rows). linked_bytes: of the weights that a build
+    with `link_weights` leaves in the checkpoint's files; unlinked_held_bytes: held_bytes of the others.
     loaded_bytes: of torch's .bin files, which are in memory from beginning to end.
     """
 

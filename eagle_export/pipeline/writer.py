@@ -66,7 +66,9 @@ class BundleWriter:
     ) -> None:
         self.path = Path(os.path.normpath(path))
         if self.path.name in ("", ".."):
-            raise UsageError(f"{path} is no place for a bundle", hint="name a new folder with --out")
+            raise UsageError(
+                f"{path} cannot become a bundle's folder", hint="name a new folder", parameters=["out"]
+            )
         self.journal = Partial(self.path, identity, force=force, check=check, fresh=fresh, note=note)
         self.folder = self.journal.folder
         self._keep = False
@@ -84,7 +86,8 @@ class BundleWriter:
         if error is not None and disk_full(error):
             raise EagleError(
                 f"{self.path}: the disk is full; {'what was finished' if kept else 'nothing'} was kept",
-                hint="free some disk space, or choose another place with --out",
+                hint="free some disk space, or choose another folder",
+                parameters=["out"],
             ) from error
 
     def keep(self) -> None:

@@ -77,7 +77,8 @@ def load_fitting_head(head: ResolvedHead, config: Any, said: HeadSettings = UNSA
     if head.algorithm is not None and loaded.spec.algorithm != head.algorithm:
         raise EagleError(
             f"{head.folder} is an {loaded.spec.algorithm} head, but the recipe calls it {head.algorithm}",
-            hint="correct the recipe, or give the head's folder with --head",
+            hint="correct the recipe, or give the head's folder",
+            parameters=["head"],
         )
     return loaded
 
@@ -160,7 +161,7 @@ def settings_of(head: HeadInfo) -> HeadSettings:
 
 
 def _find_target(manifest: Manifest) -> str:
-    """What `--target` would say: the recipe of this name and source, or where the model is."""
+    """What a caller would name it by: the recipe of this name and source, or where the model is."""
     for known in recipes.list_recipes():
         if known.name == manifest.target.name and str(known.target) == manifest.target.source:
             return known.name
@@ -168,7 +169,7 @@ def _find_target(manifest: Manifest) -> str:
 
 
 def _find_head(manifest: Manifest, info: HeadInfo, target: ResolvedTarget) -> str:
-    """What `--head` would say."""
+    """What a caller would name it by: the recipe's word for it, or where it is."""
     for algorithm, source in target.recipe.heads.items():
         if str(source) == info.source:
             return algorithm
@@ -188,7 +189,8 @@ def _find(manifest: Manifest, part: str, info: TargetInfo | HeadInfo) -> str:
     raise EagleError(
         f"the {part} of bundle {manifest.name} was not found on this machine: {info.source}, "
         f"sha256 {info.sha256[:12]}…",
-        hint=f"say where it is with --{part}",
+        hint="say where it is",
+        parameters=[part],
     )
 
 
@@ -197,5 +199,6 @@ def _check_same(manifest: Manifest, part: str, expected: str, found: str, place:
         raise EagleError(
             f"bundle {manifest.name} was built from another {part}: expected sha256 {expected[:12]}…, "
             f"found {found[:12]}… ({place})",
-            hint=f"give the {part} it was built from with --{part}, or build the bundle again",
+            hint=f"give the {part} it was built from, or build the bundle again",
+            parameters=[part],
         )

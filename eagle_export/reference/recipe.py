@@ -1,4 +1,4 @@
-"""Recipes: what to build for a target, in YAML; and what `--target` and `--head` may name besides one."""
+"""Recipes: what to build for a target, in YAML; and what else a target or a head may be named by."""
 
 from __future__ import annotations
 
@@ -268,7 +268,8 @@ def find_head(head: str, recipe: Recipe) -> HeadSource:
             there = f"it has {', '.join(recipe.heads)}" if recipe.heads else "it names none"
             raise UsageError(
                 f"no {head} head is known for {recipe.name}; {there}",
-                hint="give a head's folder or hub id: --head FOLDER or --head org/name",
+                hint="give a head's folder, or its hub id (org/name)",
+                parameters=["head"],
             )
         return source
     local = Path(head).expanduser()
@@ -279,6 +280,7 @@ def find_head(head: str, recipe: Recipe) -> HeadSource:
     raise UsageError(
         f"unknown head {head!r}: expected eagle1, eagle3, a folder or a hub id (org/name)",
         hint=f"{recipe.name} has {', '.join(recipe.heads) or 'no head of its own'}",
+        parameters=["head"],
     )
 
 

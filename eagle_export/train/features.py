@@ -196,7 +196,8 @@ def fill(
     if needed > free:
         raise EagleError(
             f"{folder}: the features need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free",
-            hint="use --on-the-fly, another --features-cache, or less data",
+            hint="compute them on the fly, keep them on another disk, or use less data",
+            parameters=["on_the_fly", "features_cache"],
         )
     done = 0
     for shard, path in missing:

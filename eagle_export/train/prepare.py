@@ -79,17 +79,19 @@ def prepare(request: TrainRequest, workers: Workers, report: Report) -> Prepared
     if not samples.answered(settings.max_length):
         raise UsageError(
             f"no answers to learn from in the first {settings.max_length} tokens of the conversations",
-            hint="give a larger --max-length, or other --data",
+            hint="allow longer ones, or give other data",
+            parameters=["max_length", "data"],
         )
     start = None
     if request.init not in ("target", "random"):
         start = load_fitting_head(recipes.resolve_head(request.init, found), config)
         if start.spec.has_fuse and start.spec.feature_layers[-1] >= config.num_hidden_layers:
             raise UsageError(
-                f"--init {request.init} reads the target's last layer (ids "
+                f"the head {request.init} reads the target's last layer (ids "
                 f"{list(start.spec.feature_layers)}), expected ids below {config.num_hidden_layers}: heads "
                 "that read it are exported, but not trained",
-                hint="begin with --init target or random",
+                hint='begin with "target" or "random"',
+                parameters=["init"],
             )
         settings = _continued(settings, start)
     vocabulary = _vocabulary(samples, settings, config, start)
@@ -122,11 +124,16 @@ def _continued(settings: TrainSettings, start: LoadedHead) -> TrainSettings:
     """A head that is trained further decides what kind it is."""
     spec = start.spec
     if settings.layers is not None or settings.kv_heads is not None:
-        raise UsageError(f"{start.folder} has its layers and heads", hint="leave out --layers and --kv-heads")
+        raise UsageError(
+            f"{start.folder} has its layers and heads",
+            hint="leave out what it has",
+            parameters=["layers", "kv_heads"],
+        )
     if spec.layers != 1 or spec.target_hidden_size != spec.hidden_size or spec.own_embedding:
         raise UsageError(
             f"{start.folder}: only heads of one layer, with the target's width and embedding, are trained",
-            hint="start without --init",
+            hint="begin with the target's weights",
+            parameters=["init"],
         )
     return replace(settings, algorithm=spec.algorithm, draft_vocab=spec.draft_vocab_size)
 

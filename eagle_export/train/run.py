@@ -65,16 +65,22 @@ def _check_place(request: TrainRequest) -> None:
     checkpoints = checkpoint.found(request.out / "checkpoints")
     other = [name for name in _KEPT if (request.out / name).exists()]
     if request.resume and not checkpoints:
-        again = "start anew with another --out" if other else "start without --resume"
-        raise UsageError(f"{request.out}: no checkpoint to resume", hint=again)
+        raise UsageError(
+            f"{request.out}: no checkpoint to resume",
+            hint="start anew in another folder" if other else "start anew",
+            parameters=["out"] if other else ["resume"],
+        )
     if checkpoints and not request.resume:
         raise UsageError(
             f"{request.out} already holds a training run; it is kept",
-            hint="go on with --resume, or choose another --out",
+            hint="resume it, or choose another folder",
+            parameters=["resume", "out"],
         )
     if other and not request.resume:
         raise UsageError(
-            f"{request.out} already holds {', '.join(other)}; it is left alone", hint="choose another --out"
+            f"{request.out} already holds {', '.join(other)}; it is left alone",
+            hint="choose another folder",
+            parameters=["out"],
         )
 
 
@@ -131,7 +137,8 @@ class _Run:
         if not math.isfinite(done.loss):
             raise EagleError(
                 f"the loss of update {done.update} is {done.loss}",
-                hint="start anew with a lower --lr or --precision fp32; the best head so far is kept",
+                hint="start anew with a lower learning rate, or in fp32; the best head so far is kept",
+                parameters=["lr", "precision"],
             )
         show(done.update / trainer.total, record.progress_text(self._recent[-50:], trainer.total))
         if done.update % _HISTORY_EVERY == 0 or trainer.done:
@@ -228,7 +235,8 @@ class _Run:
         if wrong:
             raise UsageError(
                 f"{path.name} is of a run with other settings: {'; '.join(wrong)}",
-                hint="resume with the same ones, or start anew from its head: --init HEAD --out NEW",
+                hint="resume with the same ones, or start anew from its head in another folder",
+                parameters=["init", "out"],
             )
         self.trainer.restore(state)
         torch.set_rng_state(state["rng"])
@@ -239,7 +247,8 @@ class _Run:
         update = self.trainer.progress.update
         raise EagleError(
             f"interrupted after update {update}; a checkpoint is saved",
-            hint="run the same command with --resume to go on",
+            hint="resume the run to go on",
+            parameters=["resume"],
             exit_code=130,
         )
 

@@ -90,7 +90,9 @@ class Trainer:
         self._batches: tuple[int, list[list[int]]] | None = None
         if not self._epoch(0):
             raise UsageError(
-                f"fewer batches than the {workers.count} workers", hint="give a smaller --batch-tokens"
+                f"fewer batches than the {workers.count} workers",
+                hint="make the batches smaller",
+                parameters=["batch_tokens"],
             )
         self.total = settings.max_updates or max(
             1, settings.epochs * len(self._epoch(0)) // settings.accumulate
