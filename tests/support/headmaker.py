@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parity.dialects import as_dialect
+from support.dialects import as_dialect
 from safetensors.torch import save_file
 from torch import Tensor
 

@@ -207,7 +207,11 @@ def fails(outcome: Any, code: int, *words: str) -> None:
         (("--self-play", 4, "--max-prompt-tokens", 96), 2, ["--max-prompt-tokens", "no room"]),
         (("--self-play", 4, "--temperature", "hot"), 2, ["--temperature", "'hot'"]),
         (("--self-play", 4, "--near", 0), 2, ["--near"]),
-        (("--self-play", 4, "--prompt-temperature", 1e-9), 2, ["--prompt-temperature 1e-09"]),
+        (
+            ("--self-play", 4, "--prompt-temperature", 1e-9),
+            2,
+            ["prompt_temperature is 1e-09", "(--prompt-temperature)"],
+        ),
         (("--self-play", 0), 2, ["--self-play"]),
         (("--prompts", "no-such.jsonl"), 1, ["no-such.jsonl", "cannot be read"]),
         (("--self-play", 4, "--exclude", "no-such.jsonl"), 1, ["no-such.jsonl"]),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity.headmaker import DRAFT_VOCAB, RECIPES, VOCAB, WIDTH, Head, Target, make_head
+from support.headmaker import DRAFT_VOCAB, RECIPES, VOCAB, WIDTH, Head, Target, make_head
 from safetensors.torch import save_file
 
 from eagle_export import heads
