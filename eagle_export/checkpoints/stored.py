@@ -11,22 +11,9 @@ import torch
 from torch import Tensor
 
 from eagle_export.checkpoints import weights
+from eagle_run.dtypes import BY_SAFETENSORS
 from eagle_run.errors import EagleError
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 _ROWS = 8 << 20  # values that are looked at at a time
 _AGAIN = "download the model again; the file may be damaged or cut short"
 
@@ -128,13 +115,13 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
             start, size = 8 + int.from_bytes(stream.read(8), "little"), os.fstat(stream.fileno()).st_size
         found = {}
         for name, entry in header.items():
-            if entry["dtype"] not in _DTYPES:
+            if (dtype := BY_SAFETENSORS.get(entry["dtype"])) is None:
                 raise EagleError(
                     f"{file}: {name} is stored as {entry['dtype']}, which is not known",
                     hint="use a checkpoint in 16 or 32 bit, or in FP8",
                 )
             first, last = entry["data_offsets"]
-            tensor = StoredTensor(file, name, start + first, tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+            tensor = StoredTensor(file, name, start + first, tuple(entry["shape"]), dtype.torch)
             if math.prod(tensor.shape) * tensor.dtype.itemsize != last - first:
                 raise ValueError(f"{name} has {last - first} bytes, its shape takes another number")
             if start + last > size:

@@ -15,20 +15,10 @@ import torch
 from torch import Tensor
 
 from eagle_export.checkpoints.stored import Place, largest
+from eagle_run.dtypes import BY_ONNX, dtype_of
 from eagle_run.errors import EagleError
 
 _BLOCK = 8 << 20  # bytes of a block: what a conversion holds beside the tensor that it reads
-TORCH_DTYPES = {
-    ir.DataType.FLOAT: torch.float32,
-    ir.DataType.FLOAT16: torch.float16,
-    ir.DataType.BFLOAT16: torch.bfloat16,
-    ir.DataType.FLOAT8E4M3FN: torch.float8_e4m3fn,
-    ir.DataType.INT64: torch.int64,
-    ir.DataType.INT32: torch.int32,
-    ir.DataType.BOOL: torch.bool,
-}
-IR_DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
-_NUMPY_NAMES = {torch.bfloat16: ml_dtypes.bfloat16, torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn}
 
 
 class Weight(Protocol):
@@ -99,7 +89,7 @@ class Blocks(ir.LazyTensor):
     """An initializer that is made block by block while it is written, and held by nobody."""
 
     def __init__(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
-        super().__init__(self._whole, IR_DTYPES[dtype], ir.Shape(shape), name=name)
+        super().__init__(self._whole, ir.DataType(dtype_of(dtype).onnx), ir.Shape(shape), name=name)
         self.torch_dtype = dtype
         self.sizes = tuple(shape)
 
@@ -213,7 +203,7 @@ def stream(tensor: ir.TensorProtocol) -> Streamed:
     """An initializer as `Streamed`, whatever holds it; its values stay where they are."""
     if isinstance(tensor, Streamed):
         return tensor
-    name, dtype = tensor.name or "", TORCH_DTYPES[tensor.dtype]
+    name, dtype = tensor.name or "", BY_ONNX[tensor.dtype].torch
     raw = getattr(tensor, "raw", None)
     if isinstance(raw, Tensor):
         return Streamed(name, [(InMemory(raw), None)], dtype)
@@ -238,17 +228,22 @@ def bind(model: ir.Model, weights: Mapping[str, Weight]) -> None:
 
 def as_numpy(values: Tensor) -> np.ndarray:
     """A contiguous tensor as an array that shares its memory, also of types that NumPy itself lacks."""
-    known = _NUMPY_NAMES.get(values.dtype)
-    if known is None:
+    foreign = _foreign(values.dtype)
+    if foreign is None:
         return values.numpy()
     width = torch.uint8 if values.dtype.itemsize == 1 else torch.int16
-    return values.view(width).numpy().view(known)
+    return values.view(width).numpy().view(foreign)
+
+
+def _foreign(dtype: torch.dtype) -> Any:
+    """ml_dtypes' type for one that NumPy itself lacks; None for the others."""
+    return getattr(ml_dtypes, dtype_of(dtype).name, None)
 
 
 def _as_torch(tensor: ir.TensorProtocol) -> Tensor:
-    dtype = TORCH_DTYPES[tensor.dtype]
+    dtype = BY_ONNX[tensor.dtype].torch
     array = np.ascontiguousarray(tensor.numpy())
-    if dtype in _NUMPY_NAMES:
+    if _foreign(dtype) is not None:
         width = np.uint8 if dtype.itemsize == 1 else np.int16
         return torch.from_numpy(array.view(width)).view(dtype)
     return torch.from_numpy(array)

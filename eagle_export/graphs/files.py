@@ -10,7 +10,8 @@ import onnx
 import onnx_ir as ir
 
 from eagle_export.checkpoints.stored import StoredTensor
-from eagle_export.checkpoints.weight_stream import TORCH_DTYPES, Streamed
+from eagle_export.checkpoints.weight_stream import Streamed
+from eagle_run.dtypes import BY_ONNX
 from eagle_run.errors import EagleError
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def load(path: Path) -> ir.Model:
         for value in graph.initializers.values():
             tensor = value.const_value
             if isinstance(tensor, ir.ExternalTensor):
-                dtype = TORCH_DTYPES[tensor.dtype]
+                dtype = BY_ONNX[tensor.dtype].torch
                 stored = StoredTensor(
                     path.parent / tensor.location,
                     tensor.name,

@@ -15,18 +15,11 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from eagle_export.checkpoints.weight_stream import TORCH_DTYPES, Streamed, Weight, bind, stream
+from eagle_export.checkpoints.weight_stream import Streamed, Weight, bind, stream
+from eagle_run.dtypes import BY_ONNX
 from eagle_run.errors import EagleError
 
 _SCOPES = "pkg.torch.onnx.name_scopes"  # where the exporter notes the modules around a node, outermost first
-
-TORCH_NAMES = {
-    ir.DataType.FLOAT: "float32",
-    ir.DataType.FLOAT16: "float16",
-    ir.DataType.BFLOAT16: "bfloat16",
-    ir.DataType.INT64: "int64",
-    ir.DataType.BOOL: "bool",
-}
 
 
 def clean(
@@ -180,7 +173,7 @@ def _merge(model: ir.Model, rows: ir.Value, nodes: Sequence[ir.Node]) -> None:
 
     parts = [part for tensor in tensors for part in stream(tensor).parts]
     name = "+".join(weight.name for weight in weights)
-    joined = register(model, Streamed(name, parts, TORCH_DTYPES[dtype]))
+    joined = register(model, Streamed(name, parts, BY_ONNX[dtype].torch))
     key = "widths_" + "_".join(map(str, widths))
     sizes = model.graph.initializers.get(key) or _initializer(model, key, np.array(widths, np.int64))
     scope = _joined_scope([_scope(node) for node in nodes])

@@ -17,6 +17,7 @@ from eagle_export.heads import names, safeai
 from eagle_export.heads.detect import DIALECTS, detect_dialect
 from eagle_export.heads.settings import UNSAID, HeadSettings
 from eagle_export.heads.spec import Config, HeadSpec, TargetSizes, Tensors, expected_shapes, raw_last
+from eagle_run.dtypes import dtype_of
 from eagle_run.errors import EagleError, first_line
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -182,7 +183,7 @@ def _check_tensors(spec: HeadSpec, tensors: Tensors) -> None:
             )
         if tensor.dtype not in FLOATS:
             raise EagleError(
-                f"{name} of the head is {str(tensor.dtype).removeprefix('torch.')}; float32, float16 or "
+                f"{name} of the head is {dtype_of(tensor.dtype).name}; float32, float16 or "
                 "bfloat16 is expected",
                 hint="use the checkpoint that is not quantised",
             )
@@ -203,7 +204,7 @@ def _vocabulary_map(spec: HeadSpec, offsets: Tensor | None, mask: Tensor | None)
         raise safeai.missing(["d2t"], f"the draft vocabulary has {size} of {vocab} tokens")
     if offsets.dtype.is_floating_point or offsets.dtype == torch.bool or tuple(offsets.shape) != (size,):
         raise EagleError(
-            f"d2t of the head is {str(offsets.dtype).removeprefix('torch.')}{list(offsets.shape)}; "
+            f"d2t of the head is {dtype_of(offsets.dtype).name}{list(offsets.shape)}; "
             f"whole numbers [{size}] are expected",
             hint="d2t holds one offset (target id minus draft id) for each row of lm_head",
         )

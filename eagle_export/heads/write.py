@@ -13,9 +13,8 @@ from torch import Tensor
 from eagle_export.files import whole_file
 from eagle_export.heads.spec import HeadSpec, default_feature_layers, expected_shapes
 from eagle_export.heads.specforge import FLAGS, IDS
+from eagle_run.dtypes import dtype_of
 from eagle_run.errors import EagleError
-
-_TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 def write_head(
@@ -50,8 +49,8 @@ def write_head(
     broken = sorted(name for name, tensor in stored.items() if not torch.isfinite(tensor).all())
     if broken:
         raise EagleError(
-            f"{', '.join(broken)} of the head cannot be stored as {_TYPES[dtype]}: values out of range or "
-            "not numbers",
+            f"{', '.join(broken)} of the head cannot be stored as {dtype_of(dtype).name}: values out of "
+            "range or not numbers",
             hint="train with a lower learning rate",
             parameters=["lr"],
         )
@@ -89,7 +88,7 @@ def head_config(
         "max_position_embeddings": spec.max_positions,
         "vocab_size": spec.vocab_size,
         **(special or {}),
-        "torch_dtype": _TYPES[dtype],
+        "torch_dtype": dtype_of(dtype).name,
         "tie_word_embeddings": False,
     }
     if spec.rope_scaling:

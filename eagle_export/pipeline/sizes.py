@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING
 
 from eagle_export.checkpoints import weights
 from eagle_export.checkpoints.stored import SMALLEST_LINK
+from eagle_run.dtypes import BY_PRECISION
 
 if TYPE_CHECKING:
     from eagle_run.bundle.loading import Bundle
 
-WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 2}  # bytes of a value that is not quantised
 _LINEAR = re.compile(r"(?:^|\.)(?:layers\.\d+|midlayer)\..+\.(?:[qkvo]|gate|up|down)_proj\.weight$")
 _LAYER = re.compile(r"(?:layers\.\d+|midlayer)\.")
 _FUSE = re.compile(r"^(?:fc|input_norm|fc_norm)\.")
-_STORED = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}  # what safetensors calls them
 # Vocabulary maps, and the scales of checkpoints that are quantised already: nothing beside the weights.
 _NOT_IN_GRAPH = re.compile(r"^(?:d2t|t2d)$|(?:_scale|_scale_inv|rotary_emb\.inv_freq)$")
 
@@ -57,6 +56,11 @@ class GraphWeights:
     linked_bytes: int = 0
     unlinked_held_bytes: int = 0
     loaded_bytes: int = 0
+
+
+def width_of(precision: str) -> int:
+    """Bytes of a value that is not quantised; everything else of an fp8 graph has 16 bit."""
+    return BY_PRECISION["fp16" if precision == "fp8" else precision].bytes
 
 
 def weigh_checkpoints(
@@ -106,7 +110,7 @@ def weigh_bundle(bundle: Bundle) -> tuple[GraphWeights, ...]:
             name=artifact.graph,
             layers=layers.get(artifact.graph, 0),
             bytes=(stored := sum(file.bytes for file in artifact.files)),
-            fp32_bytes=stored * 4 // WIDTHS[artifact.precision],
+            fp32_bytes=stored * 4 // width_of(artifact.precision),
             read_bytes=stored,
         )
         for artifact in manifest.artifacts
@@ -126,7 +130,7 @@ class _Scale:
     def graph(self, name: str, sizes: Sizes, unread: int) -> GraphWeights:
         """unread: bytes of files without a header."""
         found = {key: tensor for key, tensor in sizes.items() if not _NOT_IN_GRAPH.search(key)}
-        width = WIDTHS[self.precision]
+        width = width_of(self.precision)
         written = {key: tensor.values * self._width(key) for key, tensor in found.items()}
         linked = {key for key, tensor in found.items() if self._links(key, tensor)}
         together: Counter[str] = Counter()
@@ -152,13 +156,13 @@ class _Scale:
 
     def _width(self, key: str) -> int:
         """Bytes of a value in the graph."""
-        return 1 if self._quantised(key) else WIDTHS[self.precision]
+        return 1 if self._quantised(key) else width_of(self.precision)
 
     def _links(self, key: str, tensor: Size) -> bool:
         """Whether the graph has a weight as the checkpoint does, so that it could stay there."""
         kind = self.base if self.precision == "fp8" else self.precision
-        small = tensor.values * WIDTHS[self.precision] < SMALLEST_LINK
-        return tensor.dtype == _STORED[kind] and not small and not self._quantised(key)
+        small = tensor.values * width_of(self.precision) < SMALLEST_LINK
+        return tensor.dtype == BY_PRECISION[kind].safetensors and not small and not self._quantised(key)
 
     def _quantised(self, key: str) -> bool:
         if self.precision != "fp8":

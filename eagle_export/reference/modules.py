@@ -21,13 +21,14 @@ from eagle_export.models.target import TargetModule, load_target, target_dims
 from eagle_export.reference import recipe as recipes
 from eagle_run.backends.base import Graph
 from eagle_run.bundle.manifest import HeadInfo, Manifest, TargetInfo
+from eagle_run.dtypes import BY_PRECISION
 from eagle_run.errors import EagleError, first_line
 
 if TYPE_CHECKING:
     from eagle_export.models.head import Draft, Fuse
     from eagle_export.reference.recipe import ResolvedHead, ResolvedTarget
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {name: dtype.torch for name, dtype in BY_PRECISION.items() if name != "fp8"}  # of modules
 
 
 @dataclass(frozen=True, eq=False)

@@ -252,7 +252,13 @@ def test_a_shorter_run_would_leave_shards_behind(
 ) -> None:
     before = shard_bytes(whole_run)
     shorter = command(talking_target, prompts, whole_run)
-    fails(cli(*shorter, "--self-play", 9), 1, "made with --self-play 14", "or more")
+    fails(
+        cli(*shorter, "--self-play", 9),
+        1,
+        "made with 14 prompts of the target",
+        "14 or more",
+        "(--self-play, --out)",
+    )
     assert shard_bytes(whole_run) == before
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from support.tiny import Sizes, build_bundle, write_head, write_target
 
 from eagle_export.pipeline.estimate import Estimate, Memory, estimate, memory_here
-from eagle_export.pipeline.sizes import WIDTHS, GraphWeights, weigh_bundle, weigh_checkpoints
+from eagle_export.pipeline.sizes import GraphWeights, weigh_bundle, weigh_checkpoints, width_of
 from eagle_run.bundle.loading import Bundle, load_bundle
 from eagle_run.errors import EagleError
 
@@ -152,7 +152,7 @@ def test_bin_files_count_as_16_bit_weights(
     (graph,) = weigh_checkpoints(tmp_path, None, precision)
     assert graph.bytes == 1000 * share
     assert graph.held_bytes == 0
-    assert graph.loaded_bytes == 500 * WIDTHS[precision]
+    assert graph.loaded_bytes == 500 * width_of(precision)
 
 
 def test_engines_and_their_compiler_take_what_was_estimated(bundle: Bundle, tmp_path: Path) -> None:

@@ -102,8 +102,8 @@ def test_graphs_must_be_written_and_typed(tmp_path: Path) -> None:
         writer.file("onnx/target.onnx").write_text("x")
         with pytest.raises(ValueError, match=r"dtype should be one of .*found 'complex64'"):
             spec("target", "complex64")
-        with pytest.raises(EagleError, match=r"target graph: opset: .*found 0"):
-            writer.add_artifact(*place, spec("target"), opset=0, library_version="1")
+        with pytest.raises(EagleError, match=r"target graph: compute_capabilities\.0: .*found 'sm89'"):
+            writer.add_artifact(*place, spec("target"), library_version="1", compute_capabilities=["sm89"])
 
 
 def test_a_failed_rename_brings_the_old_bundle_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

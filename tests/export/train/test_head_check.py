@@ -106,8 +106,8 @@ def test_layers_that_are_off_by_one_are_noticed(featured: Modules, answers: Answ
 @pytest.mark.parametrize(
     ("said", "flag"),
     [
-        (HeadSettings(norm_output=True), "--head-set norm_output=false"),
-        (HeadSettings(norm_before_residual=True), "--head-set norm_before_residual=false"),
+        (HeadSettings(norm_output=True), "head_set norm_output=false"),
+        (HeadSettings(norm_before_residual=True), "head_set norm_before_residual=false"),
     ],
     ids=["norm_output", "norm_before_residual"],
 )
@@ -180,7 +180,7 @@ def measured(choice: str, gain: float, z: float) -> Measured:
     ],
 )
 def test_where_the_line_is(gain: float, z: float, status: str) -> None:
-    worse = measured("--head-layer-ids 1", -3.0, -20.0)
+    worse = measured("head_layer_ids 1", -3.0, -20.0)
     check = check_readings([measured("", 0.0, 0.0), worse, measured("-x", gain, z)])
     assert check.status == status
     assert ("read with -x" in check.detail) is (status == "fail")
