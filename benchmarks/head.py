@@ -97,9 +97,11 @@ def measure(
 def _build(target: str, head: Path, out: Path, batch: int) -> Path:
     from eagle_export.pipeline.build import build
     from eagle_export.pipeline.options import BuildOptions
-    from eagle_export.progress import Report
+    from eagle_export.progress import Progress
 
-    return build(BuildOptions(target=target, head=str(head), out=out, max_batch=batch), Report()).bundle.path
+    return build(
+        BuildOptions(target=target, head=str(head), out=out, max_batch=batch), Progress()
+    ).bundle.path
 
 
 def _figures(done: Any) -> dict[str, Any]:

@@ -64,10 +64,10 @@ class Scales:
         """Reads what `save` wrote. Raises EagleError for anything else."""
         try:
             data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            found = data.pop("format")
-            if found != _FORMAT:
+            version = data.pop("format")
+            if version != _FORMAT:
                 raise EagleError(
-                    f"{path}: expected scales in format {_FORMAT}, found {found}", hint="calibrate again"
+                    f"{path}: expected scales in format {_FORMAT}, found {version}", hint="calibrate again"
                 )
             if unknown := sorted(set(data) - set(cls.__dataclass_fields__)):
                 raise ValueError(f"unknown keys {unknown}")

@@ -14,7 +14,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from eagle_export.checkpoints.stored import Place, largest
+from eagle_export.checkpoints.stored import FileRange, largest
 from eagle_run.dtypes import BY_ONNX, dtype_of
 from eagle_run.errors import EagleError
 
@@ -31,7 +31,7 @@ class Weight(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     @property
-    def place(self) -> Place | None:
+    def file_range(self) -> FileRange | None:
         """Its bytes in a file, if they are there as they are."""
 
     def rows(self, start: int, stop: int) -> Tensor:
@@ -46,7 +46,7 @@ class InMemory:
     """A weight that a torch tensor holds."""
 
     tensor: Tensor
-    place = None
+    file_range = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -69,7 +69,7 @@ class Converted:
 
     source: Weight
     dtype: torch.dtype
-    place = None
+    file_range = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -134,11 +134,11 @@ class Streamed(Blocks):
         self._widths = [other[-1] if other else 1 for other in shapes]
 
     @property
-    def place(self) -> Place | None:
+    def file_range(self) -> FileRange | None:
         """Where a file holds exactly this."""
         (weight, axes), *others = self.parts
         same = not others and axes is None and weight.dtype == self.torch_dtype
-        return weight.place if same else None
+        return weight.file_range if same else None
 
     def permuted(self, name: str, axes: tuple[int, ...]) -> Streamed:
         """This tensor with its axes in another order; it must have one part."""
@@ -221,8 +221,8 @@ def bind(model: ir.Model, weights: Mapping[str, Weight]) -> None:
             continue
         weight = weights.get(name)
         if weight is None or weight.shape != tuple(raw.shape):
-            found = "none" if weight is None else list(weight.shape)
-            raise EagleError(f"the graph needs a weight {name} {list(raw.shape)}, found {found}")
+            held = "none" if weight is None else list(weight.shape)
+            raise EagleError(f"the graph needs a weight {name} {list(raw.shape)}, found {held}")
         value.const_value = Streamed(name, [(weight, None)], raw.dtype)
 
 

@@ -95,7 +95,7 @@ def train(threads: int, as_json: bool, layers: str | None, **options: Any) -> No
       eagle-export train smollm2-135m --data data/ --out heads/mine --resume
       eagle-export build --target smollm2-135m --head heads/mine
     """
-    from eagle_export.progress import Report
+    from eagle_export.progress import Progress
     from eagle_export.train.prepare import TrainRequest
     from eagle_export.train.run import train as run_train
 
@@ -106,7 +106,7 @@ def train(threads: int, as_json: bool, layers: str | None, **options: Any) -> No
     target = options.pop("target")
     settings = TrainSettings(layers=layer_numbers(layers, "layers"), **options)
     try:
-        done = run_train(TrainRequest(target, data, settings=settings, **taken), Report())
+        done = run_train(TrainRequest(target, data, settings=settings, **taken), Progress())
     except KeyboardInterrupt:
         raise click.Abort("interrupted; finished features and checkpoints are kept") from None
     if not done.first:

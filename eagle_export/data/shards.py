@@ -90,9 +90,9 @@ def write_shard(path: Path, part: Part, harvest: Harvest) -> ShardInfo:
     metadata = {"shard": json.dumps(facts, ensure_ascii=False, sort_keys=True)}
     with whole_file(path) as temporary:
         save_file(tensors, temporary, metadata=metadata)
-    found = read_shard(path)
-    assert found is not None
-    return found
+    info = read_shard(path)
+    assert info is not None
+    return info
 
 
 def read_shard(path: Path) -> ShardInfo | None:

@@ -55,14 +55,14 @@ def capability(arch: str) -> str:
     text = arch.strip().lower()
     named = re.fullmatch(r"(?:sm|sm_)?(\d{1,2})(\d)", text)
     dotted = re.fullmatch(r"(\d{1,2})\.(\d)", text)
-    found = named or dotted
-    if not found:
+    match = named or dotted
+    if not match:
         raise UsageError(
             f"architecture {arch!r}: expected a form like sm89 or 8.9",
             hint=f"TensorRT-RTX compiles for {_list(RTX_CAPABILITIES)}",
             parameters=["target_arch"],
         )
-    return f"{found[1]}.{found[2]}"
+    return f"{match[1]}.{match[2]}"
 
 
 def arch_name(capability: str) -> str:
@@ -102,8 +102,8 @@ def _of_this_machine(arches: Sequence[str]) -> tuple[str, ...]:
             hint="leave it out and compile on a machine with that GPU, or compile with tensorrt-rtx",
             parameters=["target_arch", "backend"],
         )
-    found = local_capability()
-    if found is None:
+    local = local_capability()
+    if local is None:
         raise EagleError(
             "TensorRT compiles on the GPU that the engine is for, and no NVIDIA GPU is found here",
             hint="build for onnxruntime here, copy the bundle to the machine with the GPU and run "
@@ -111,16 +111,16 @@ def _of_this_machine(arches: Sequence[str]) -> tuple[str, ...]:
             "needs no GPU",
             parameters=["backend"],
         )
-    return (found,)
+    return (local,)
 
 
 def _rtx_capability(arch: str) -> str:
-    found = capability(arch)
-    if found in RTX_CAPABILITIES:
-        return found
-    if found in _OUTSIDE_RTX:
+    gpu = capability(arch)
+    if gpu in RTX_CAPABILITIES:
+        return gpu
+    if gpu in _OUTSIDE_RTX:
         raise UsageError(
-            f"target_arch {arch}: TensorRT-RTX does not list {_OUTSIDE_RTX[found]}; it compiles for "
+            f"target_arch {arch}: TensorRT-RTX does not list {_OUTSIDE_RTX[gpu]}; it compiles for "
             f"{_list(RTX_CAPABILITIES)}",
             hint="use plain TensorRT on that machine: `eagle-export compile BUNDLE --backend tensorrt`",
             parameters=["target_arch"],
@@ -134,7 +134,7 @@ def _rtx_capability(arch: str) -> str:
 
 def _check_precision(precision: str, capabilities: Sequence[str]) -> None:
     least, reason = _LEAST.get(precision, ("0.0", ""))
-    short = [found for found in capabilities if not can_compute(precision, found)]
+    short = [capability for capability in capabilities if not can_compute(precision, capability)]
     if short:
         other = (
             "fp16 or bf16" if precision == "fp8" and _number(min(short, key=_number)) >= (8, 0) else "fp16"

@@ -54,7 +54,8 @@ def build(library: Library, request: EngineRequest, send: Send) -> Built:
     if request.precision == "fp32" and kinds.get("ATTENTION_INPUT"):
         decompose_attention(library, network)
         warnings.append(_DECOMPOSED)
-    engine = _build(library, request, builder, network, _monitor(trt, Progress(send, len(request.profiles))))
+    monitor = _monitor(trt, PhaseProgress(send, len(request.profiles)))
+    engine = _build(library, request, builder, network, monitor)
     if engine is None:
         raise _failure(library, request, logger.problems)
     del parser  # it owns the weights until here
@@ -68,14 +69,14 @@ def _doubts(
     request: EngineRequest, summaries: Sequence[LayerSummary | None], attentions: int
 ) -> Iterator[str]:
     """What the chosen kernels fall short of, one sentence each."""
-    for profile, found in zip(request.profiles, summaries, strict=True):
-        if found is None:
+    for profile, summary in zip(request.profiles, summaries, strict=True):
+        if summary is None:
             continue
-        mixed = {kind: n for kind, n in found.gemms.items() if "x" in kind and "?" not in kind}
+        mixed = {kind: n for kind, n in summary.gemms.items() if "x" in kind and "?" not in kind}
         if mixed:
             what = ", ".join(f"{count} {kind}" for kind, count in mixed.items())
             yield f"profile {profile.name}: products of operands of two types ({what}): only storage is saved"
-        fused = sum(found.attention.values())
+        fused = sum(summary.attention.values())
         if fused < attentions and request.precision != "fp32":
             yield f"profile {profile.name}: {fused} of {attentions} attention layers have a fused kernel"
 
@@ -115,7 +116,7 @@ def configure(library: Library, request: EngineRequest, builder: Any, network: A
     if library.is_rtx:
         from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
 
-        pairs = [tuple(map(int, found.split("."))) for found in settings.capabilities]
+        pairs = [tuple(map(int, capability.split("."))) for capability in settings.capabilities]
         config = CreateConfigRTX(compute_capabilities=pairs, **options)(builder, network)
     else:
         from polygraphy.backend.trt import CreateConfig
@@ -168,8 +169,8 @@ def _logger(trt: Any, log: LayerLog, send: Send) -> Any:
     return Logger()
 
 
-def _monitor(trt: Any, progress: Progress) -> Any:
-    """The library's own interface to `Progress`."""
+def _monitor(trt: Any, progress: PhaseProgress) -> Any:
+    """The library's own interface to `PhaseProgress`."""
 
     class Monitor(trt.IProgressMonitor):
         def __init__(self) -> None:
@@ -188,7 +189,7 @@ def _monitor(trt: Any, progress: Progress) -> Any:
     return Monitor()
 
 
-class Progress:
+class PhaseProgress:
     """Turns the builder's nested phases into one share of 0 to 1 that never falls, told 4 times a second.
 
     Nearly all time goes into one phase, which has equally many steps for each profile; what comes before and

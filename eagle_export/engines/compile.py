@@ -42,7 +42,7 @@ def compile_engine(
         result = _run(EngineRequest(**{**vars(request), "out": place}), on_progress, command)
         place.replace(request.out)
     summaries = [
-        None if found is None else LayerSummary.model_validate(found) for found in result["summaries"]
+        None if summary is None else LayerSummary.model_validate(summary) for summary in result["summaries"]
     ]
     profiles = zip(request.profiles, summaries, strict=True)
     settings, kinds = request.settings, result["kinds"]
@@ -126,7 +126,7 @@ def _explain(
     kind = (error or {}).get("kind")
     if error is not None and kind is None:
         return EagleError(error["message"], hint=error["hint"], parameters=error["parameters"])
-    said = f"; its last words: {log[-1]}" if log else ""
+    last_words = f"; its last words: {log[-1]}" if log else ""
     if kind == "disk":
         return EagleError(
             f"{request.out.parent}: no space is left to write the engine",
@@ -136,7 +136,7 @@ def _explain(
         needed = weight_bytes(request.onnx) * _MEMORY_PER_WEIGHT_BYTE + 5e8
         return EagleError(
             f"the compiler was ended while it compiled the {request.graph} graph, most likely because memory "
-            f"ran out: about {needed / 1e9:.1f} GB are needed{said}",
+            f"ran out: about {needed / 1e9:.1f} GB are needed{last_words}",
             hint="close other programs, add swap, or compile on a machine with more memory "
             "(tensorrt-rtx needs no GPU)",
         )
@@ -147,13 +147,13 @@ def _explain(
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         return EagleError(
-            f"{request.backend} crashed ({name}) while it compiled the {request.graph} graph{said}",
+            f"{request.backend} crashed ({name}) while it compiled the {request.graph} graph{last_words}",
             hint="this is a fault of the library; another version or other profiles may do. "
             f"Please report it with this: {stderr or 'nothing on stderr'}",
             parameters=["profiles"],
         )
     return EagleError(
-        f"the compiler of the {request.graph} graph ended with exit code {code} and no engine{said}",
+        f"the compiler of the {request.graph} graph ended with exit code {code} and no engine{last_words}",
         hint=stderr or "it printed nothing; please report it",
     )
 

@@ -96,10 +96,12 @@ def name_signature(
             [dim if isinstance(dim, int) else sizes.get(str(dim), str(dim)) for dim in _shape(value)]
         )
     for value in (*graph.inputs, *graph.outputs):
-        odd = [dim for dim in _shape(value) if not isinstance(dim, int) and str(dim) not in sizes.values()]
-        if odd:
+        unknown = [
+            dim for dim in _shape(value) if not isinstance(dim, int) and str(dim) not in sizes.values()
+        ]
+        if unknown:
             raise EagleError(
-                f"{value.name} has sizes {odd}, expected constants or {sorted(set(sizes.values()))}"
+                f"{value.name} has sizes {unknown}, expected constants or {sorted(set(sizes.values()))}"
             )
 
 
@@ -116,9 +118,9 @@ def constant_reshapes(model: ir.Model) -> None:
         source, result = node.inputs[0].shape, node.outputs[0].shape
         if source is None or result is None:
             continue
-        wanted = [_copied_size(source, axis, dim) for axis, dim in enumerate(result)]
-        shape = tuple(size for size in wanted if size is not None)
-        if len(shape) < len(wanted):
+        copied = [_copied_size(source, axis, dim) for axis, dim in enumerate(result)]
+        shape = tuple(size for size in copied if size is not None)
+        if len(shape) < len(copied):
             continue
         if shape not in shapes:
             name = "shape_" + "_".join(map(str, shape))

@@ -39,11 +39,11 @@ class LoadedHead:
     settings: HeadSettings = UNSAID
 
 
-def load_head(folder: Path, target: TargetSizes, said: HeadSettings = UNSAID) -> LoadedHead:
+def load_head(folder: Path, target: TargetSizes, settings: HeadSettings = UNSAID) -> LoadedHead:
     """Read a head (config.json and model.safetensors or pytorch_model.bin, whole or in shards).
 
-    `said` overrides what the checkpoint says of itself, or leaves to defaults. Raises EagleError when files
-    are missing or damaged, tensors are missing, left over, misshapen or not finite, a flag cannot be
+    `settings` override what the checkpoint says of itself, or leaves to defaults. Raises EagleError when
+    files are missing or damaged, tensors are missing, left over, misshapen or not finite, a flag cannot be
     honoured, the vocabulary map is broken, or the head is of another target.
     """
     folder = Path(folder)
@@ -53,12 +53,12 @@ def load_head(folder: Path, target: TargetSizes, said: HeadSettings = UNSAID) ->
     )
     spec, tensors = DIALECTS[detect_dialect(config, tensors)](config, tensors, target)
     offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    spec = said.apply(_in_our_numbers(spec, target.layers))
+    spec = settings.apply(_in_our_numbers(spec, target.layers))
     _check_target(spec, target)
     _check_layers(spec, target, tensors)
     _check_tensors(spec, tensors)
     draft_to_target = _vocabulary_map(spec, offsets, mask)
-    return LoadedHead(folder, spec, tensors, draft_to_target, said)
+    return LoadedHead(folder, spec, tensors, draft_to_target, settings)
 
 
 def _read_config(folder: Path) -> Config:
@@ -99,10 +99,11 @@ def _kind_of(loaded: object) -> str:
 
 
 def _check_target(spec: HeadSpec, target: TargetSizes) -> None:
-    wanted = spec.target_hidden_size if spec.has_fuse else spec.hidden_size
-    if wanted != target.hidden_size:
+    expected = spec.target_hidden_size if spec.has_fuse else spec.hidden_size
+    if expected != target.hidden_size:
         raise EagleError(
-            f"the head was made for a target with hidden size {wanted}, this target has {target.hidden_size}",
+            f"the head was made for a target with hidden size {expected}, this target has "
+            f"{target.hidden_size}",
             hint="a head works only with the target it was trained on",
         )
     if spec.vocab_size != target.vocab_size:

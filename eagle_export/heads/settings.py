@@ -43,9 +43,9 @@ class HeadSettings:
             changes["feature_layers"] = changes.pop("layer_ids")
         if "rope_scaling" in changes:
             changes["rope_scaling"] = {}
-        if spec.algorithm == "eagle1" and (odd := sorted(set(changes) & set(SWITCHES))):
+        if spec.algorithm == "eagle1" and (switches := sorted(set(changes) & set(SWITCHES))):
             raise EagleError(
-                f"{odd[0]} is set for an EAGLE-1 head, which has no such norm",
+                f"{switches[0]} is set for an EAGLE-1 head, which has no such norm",
                 hint="leave that setting out",
                 parameters=["head_set"],
             )
@@ -53,8 +53,8 @@ class HeadSettings:
 
     def texts(self) -> tuple[str, ...]:
         """NAME=VALUE of everything that is set but for the layers, as `parse_settings` reads it."""
-        said = self._said()
-        return tuple(f"{name}={_written(value)}" for name, value in said.items() if name != "layer_ids")
+        values = self._said()
+        return tuple(f"{name}={_written(value)}" for name, value in values.items() if name != "layer_ids")
 
     def _said(self) -> dict[str, Any]:
         return {f.name: said for f in fields(self) if (said := getattr(self, f.name)) is not None}

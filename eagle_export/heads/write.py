@@ -36,13 +36,14 @@ def write_head(
     from safetensors.torch import save_file
 
     shapes = expected_shapes(spec)
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if found != shapes:
-        wrong = sorted(name for name in found.keys() | shapes.keys() if found.get(name) != shapes.get(name))
+    own_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if own_shapes != shapes:
+        names = own_shapes.keys() | shapes.keys()
+        wrong = sorted(name for name in names if own_shapes.get(name) != shapes.get(name))
         first = wrong[0]
         raise EagleError(
             f"the head's tensors do not fit its spec: {', '.join(wrong)} ({first}: found "
-            f"{found.get(first, 'none')}, expected {shapes.get(first, 'none')})",
+            f"{own_shapes.get(first, 'none')}, expected {shapes.get(first, 'none')})",
             hint="write exactly the tensors of heads.spec.expected_shapes(spec)",
         )
     stored = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from eagle_export.checkpoints import weights
 from eagle_export.engines.architectures import arch_name, can_compute, check_architectures
 from eagle_export.inspection.describe import size
-from eagle_export.place import free_space
+from eagle_export.output_folder import free_space
 from eagle_export.reference import recipe
 from eagle_run.backends.library import find_library
 from eagle_run.bundle.engine_backends import MODULES
@@ -93,11 +93,11 @@ def render(checks: Sequence[Check]) -> RenderableType:
         table.add_column(column, overflow="fold")
     shown = None
     for check in checks:
-        found = Text(check.detail)
+        detail = Text(check.detail)
         if check.hint:
-            found.append(f"\n{check.hint}", style="dim")
+            detail.append(f"\n{check.hint}", style="dim")
         group = check.group if check.group != shown else ""
-        table.add_row(group, check.name, Text(check.status, style=style[check.status]), found)
+        table.add_row(group, check.name, Text(check.status, style=style[check.status]), detail)
         shown = check.group
     return table
 

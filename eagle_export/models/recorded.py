@@ -72,7 +72,7 @@ class Computed:
     make: Callable[[], Tensor]
     shape: tuple[int, ...]
     dtype: torch.dtype
-    place = None
+    file_range = None
 
     def rows(self, start: int, stop: int) -> Tensor:
         return self.load()[start:stop]
@@ -90,7 +90,7 @@ class Joined:
     stacked: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
-    place = None
+    file_range = None
 
     def rows(self, start: int, stop: int) -> Tensor:
         out = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)

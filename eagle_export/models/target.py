@@ -64,9 +64,9 @@ def load_target(folder: Path, dtype: torch.dtype) -> Any:
     from eagle_export.checkpoints.fp8_checkpoint import read_checkpoint
 
     weights.model_files(folder)  # says better than Transformers which file is not there
-    given = read_checkpoint(folder)
-    if given is not None:
-        found = given.weights(dtype)
+    checkpoint = read_checkpoint(folder)
+    if checkpoint is not None:
+        found = checkpoint.weights(dtype)
         return load_tensors(folder, {name: weight.load() for name, weight in found.items()}, dtype)
 
     def load(options: dict[str, Any]) -> Any:

@@ -237,12 +237,12 @@ def memory_here() -> Memory:
     import psutil
 
     main, swap = psutil.virtual_memory(), psutil.swap_memory()
-    found = Memory(main.available + swap.free, main.total + swap.total)
+    machine = Memory(main.available + swap.free, main.total + swap.total)
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
     except (OSError, ValueError):  # another system, or "max": no limit
-        return found
-    return Memory(min(found.available, limit), min(found.total, limit))
+        return machine
+    return Memory(min(machine.available, limit), min(machine.total, limit))
 
 
 def _kernels(graph: GraphWeights, precision: str) -> int:

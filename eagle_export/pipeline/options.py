@@ -210,8 +210,8 @@ class BuildOptions:
 def choose_limits(options: BuildOptions, defaults: BuildLimits) -> BuildLimits:
     """The recipe's sizes with those given in their place; a chunk longer than the context is cut to it."""
     names = ("max_seq_len", "max_batch", "prefill_chunk", "max_tree_nodes")
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    limits = defaults.model_copy(update=given)
+    chosen = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    limits = defaults.model_copy(update=chosen)
     return limits.model_copy(update={"prefill_chunk": min(limits.prefill_chunk, limits.max_seq_len)})
 
 
@@ -223,12 +223,12 @@ def choose_tree(options: BuildOptions, default: TreeDefaults, max_nodes: int) ->
     """
     from eagle_run.decoding.tree import best_static, parse_tree
 
-    given = (options.tree, options.depth, options.top_k, options.nodes)
+    asked = (options.tree, options.depth, options.top_k, options.nodes)
     kind = options.tree or default.kind
     depth = options.depth if options.depth is not None else default.depth
     top_k = options.top_k if options.top_k is not None else default.top_k
     nodes = options.nodes if options.nodes is not None else default.nodes
-    if given == (None, None, None, None):
+    if asked == (None, None, None, None):
         if default.kind == "dynamic":  # nobody asked for this size: it may shrink
             nodes = max(2, min(default.nodes, max_nodes))
         shape = parse_tree(default.kind, depth, top_k, nodes, default.parents)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from eagle_export.checkpoints import weights
 from eagle_export.checkpoints.unchanged import Unchanged
 from eagle_export.inspection.describe import size
+from eagle_export.output_folder import check_links, check_output_folder, check_writable, free_space
 from eagle_export.pipeline.options import (
     BuildOptions,
     EngineOptions,
@@ -17,8 +18,7 @@ from eagle_export.pipeline.options import (
     choose_limits,
     choose_tree,
 )
-from eagle_export.pipeline.partial import space_of
-from eagle_export.place import check_links, check_place, check_writable, free_space
+from eagle_export.pipeline.partial import partial_bytes
 from eagle_export.reference import recipe as recipes
 from eagle_run.bundle.manifest import Limits, TreeDefaults
 
@@ -56,7 +56,7 @@ def make_plan(options: BuildOptions) -> Plan:
 
     named, _ = recipes.find_target(options.target)
     out = options.out or _default_place(options, named)
-    check_place(out, force=options.force)
+    check_output_folder(out, force=options.force)
     _sizes(options, named)
     target = recipes.resolve_target(options.target)
     head = None if options.head == "none" else recipes.resolve_head(options.head, target)
@@ -157,5 +157,5 @@ def fit(plan: Plan) -> tuple[Plan, Estimate, tuple[str, ...]]:
         )
         plan = replace(plan, measure=False)
         needed = estimate_plan(plan)
-    notes += needed.check(memory, free_space(plan.out) + space_of(plan.out), plan.out)
+    notes += needed.check(memory, free_space(plan.out) + partial_bytes(plan.out), plan.out)
     return plan, needed, tuple(notes)

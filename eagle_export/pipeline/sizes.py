@@ -129,13 +129,13 @@ class _Scale:
 
     def graph(self, name: str, sizes: Sizes, unread: int) -> GraphWeights:
         """unread: bytes of files without a header."""
-        found = {key: tensor for key, tensor in sizes.items() if not _NOT_IN_GRAPH.search(key)}
+        weights_in_graph = {key: tensor for key, tensor in sizes.items() if not _NOT_IN_GRAPH.search(key)}
         width = width_of(self.precision)
-        written = {key: tensor.values * self._width(key) for key, tensor in found.items()}
-        linked = {key for key, tensor in found.items() if self._links(key, tensor)}
+        written = {key: tensor.values * self._width(key) for key, tensor in weights_in_graph.items()}
+        linked = {key for key, tensor in weights_in_graph.items() if self._links(key, tensor)}
         together: Counter[str] = Counter()
         apart: Counter[str] = Counter()
-        for key, tensor in found.items():
+        for key, tensor in weights_in_graph.items():
             if key.endswith("embed_tokens.weight"):
                 continue
             held = tensor.bytes or written[key]
@@ -144,9 +144,9 @@ class _Scale:
                 apart[_merged(key)] += held
         return GraphWeights(
             name,
-            layers=len({match[0] for key in found if (match := _LAYER.search(key))}),
+            layers=len({match[0] for key in weights_in_graph if (match := _LAYER.search(key))}),
             bytes=sum(written.values()) + unread // 2 * (1 if self.precision == "fp8" else width),
-            fp32_bytes=sum(tensor.values for tensor in found.values()) * 4 + unread * 2,
+            fp32_bytes=sum(tensor.values for tensor in weights_in_graph.values()) * 4 + unread * 2,
             read_bytes=_bytes(sizes) + unread,
             held_bytes=max(together.values(), default=0),
             linked_bytes=sum(written[key] for key in linked),
@@ -190,15 +190,15 @@ def _language_part(sizes: Sizes) -> Sizes:
     """Without vision towers, under the names that the language part has for itself."""
     from eagle_export.models.families import NO_TEXT, TEXT_KEYS
 
-    found: Sizes = {}
+    renamed: Sizes = {}
     for name, tensor in sizes.items():
         if name.startswith(NO_TEXT):
             continue
         own = name
         for pattern, replacement in TEXT_KEYS.items():
             own = re.sub(pattern, replacement, own)
-        found[own] = tensor
-    return found
+        renamed[own] = tensor
+    return renamed
 
 
 def _bytes(sizes: Sizes) -> int:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from eagle_export.checkpoints.whereabouts import told
+from eagle_export.output_folder import disk_full
 from eagle_export.pipeline.partial import Partial, worth_keeping
-from eagle_export.place import disk_full
 from eagle_run.bundle.hashing import file_sha256, remember_sha256
 from eagle_run.bundle.loading import MANIFEST, TOKENIZER, VOCAB_MAP_TENSOR, Bundle, load_bundle
 from eagle_run.bundle.manifest import SCHEMA_VERSION, Artifact, BackendName, GraphName, Manifest
@@ -167,8 +167,8 @@ class BundleWriter:
         names = {entry.path for entry in bundle.manifest.files()} - dropped
         if replaced:
             shutil.copymode(bundle.path, self.folder)
-            there = (path for path in bundle.path.rglob("*") if path.is_file())
-            names |= {str(path.relative_to(bundle.path)) for path in there} - dropped - {MANIFEST}
+            present = (path for path in bundle.path.rglob("*") if path.is_file())
+            names |= {str(path.relative_to(bundle.path)) for path in present} - dropped - {MANIFEST}
         linked = {entry.path for entry in bundle.manifest.files() if entry.origin is not None}
         for name in sorted(names):
             place, link = self.file(name), replaced or name in linked

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eagle_export.checkpoints import weights, whereabouts
-from eagle_export.checkpoints.stored import source_of
+from eagle_export.checkpoints.stored import stored_tensor_of
 from eagle_export.checkpoints.weight_stream import InMemory, Weight
 from eagle_export.heads.load import LoadedHead, load_head
 from eagle_export.heads.settings import UNSAID, HeadSettings, parse_settings
@@ -69,12 +69,12 @@ def load_config(target: ResolvedTarget, max_seq_len: int) -> Any:
     return config
 
 
-def load_fitting_head(head: ResolvedHead, config: Any, said: HeadSettings = UNSAID) -> LoadedHead:
-    """The head's checkpoint, checked against the target's config; `said` goes over what a recipe says.
+def load_fitting_head(head: ResolvedHead, config: Any, settings: HeadSettings = UNSAID) -> LoadedHead:
+    """The head's checkpoint, checked against the target's config; `settings` go over what a recipe says.
 
     Raises EagleError when it does not fit.
     """
-    loaded = load_head(head.folder, target_dims(config), said.over(head.settings))
+    loaded = load_head(head.folder, target_dims(config), settings.over(head.settings))
     if head.algorithm is not None and loaded.spec.algorithm != head.algorithm:
         raise EagleError(
             f"{head.folder} is an {loaded.spec.algorithm} head, but the recipe calls it {head.algorithm}",
@@ -117,7 +117,7 @@ def load_hollow(
     model = load_recorded(target.folder, dtype)
     empty = None
     if loaded is not None:
-        held = {name: source_of(tensor) or InMemory(tensor) for name, tensor in loaded.tensors.items()}
+        held = {name: stored_tensor_of(tensor) or InMemory(tensor) for name, tensor in loaded.tensors.items()}
         empty = replace(loaded, tensors={name: Recorded(weight) for name, weight in held.items()})
     modules = _join(model, empty, dtype, max_seq_len)
     parts = {"target": modules.target.model, "fuse": modules.fuse, "draft": modules.draft}
@@ -145,15 +145,15 @@ def reference_of(
     of them, and by where their identities were last seen on this machine. Raises EagleError when a source is
     not found, or is not the one that the bundle was built from.
     """
-    found = recipes.resolve_target(target or _find_target(manifest))
-    _check_same(manifest, "target", manifest.target.sha256, found.sha256, found.file)
-    config = load_config(found, manifest.limits.max_seq_len)
+    resolved = recipes.resolve_target(target or _find_target(manifest))
+    _check_same(manifest, "target", manifest.target.sha256, resolved.sha256, resolved.file)
+    config = load_config(resolved, manifest.limits.max_seq_len)
     loaded = None
     if manifest.head is not None:
-        source = recipes.resolve_head(head or _find_head(manifest, manifest.head, found), found)
+        source = recipes.resolve_head(head or _find_head(manifest, manifest.head, resolved), resolved)
         _check_same(manifest, "head", manifest.head.sha256, source.sha256, source.folder)
         loaded = load_fitting_head(source, config, settings_of(manifest.head))
-    return load_modules(found, loaded, DTYPES[precision], manifest.limits.max_seq_len)
+    return load_modules(resolved, loaded, DTYPES[precision], manifest.limits.max_seq_len)
 
 
 def settings_of(head: HeadInfo) -> HeadSettings:

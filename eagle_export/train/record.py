@@ -54,8 +54,8 @@ def validation_text(update: int, found: Validation, recent: Sequence[Update]) ->
 
 def facts(request: TrainRequest, prepared: Prepared, trainer: Trainer, *, held_out: int) -> dict[str, Any]:
     """training.json: where the head comes from and how good it was on the way."""
-    at, target, kept = trainer.progress, prepared.target, prepared.vocabulary
-    checked = [entry for entry in at.history if "validation" in entry]
+    state, target, kept = trainer.run_state, prepared.target, prepared.vocabulary
+    checked = [entry for entry in state.history if "validation" in entry]
     best = max(checked, key=lambda entry: entry["validation"]["tokens_per_round"], default=None)
     return {
         "head": request.out.resolve().name,
@@ -70,12 +70,12 @@ def facts(request: TrainRequest, prepared: Prepared, trainer: Trainer, *, held_o
         "init": told(request.init),
         "feature_layers": list(prepared.spec.feature_layers),
         "draft_vocab": {"size": len(kept.ids), "coverage": kept.coverage},
-        "updates": at.update,
+        "updates": state.update,
         "total_updates": trainer.total,
-        "tokens": at.tokens,
+        "tokens": state.tokens,
         "best": best,
         "last": checked[-1] if checked else None,
-        "history": at.history,
+        "history": state.history,
     }
 
 

@@ -81,11 +81,11 @@ class Samples:
 
     def answered(self, length: int) -> int:
         """Tokens of answers that a draft learns to predict: from a conversation's third to its `length`th."""
-        found = 0
+        answered_rows = 0
         for shard in self.shards:
             place = _places(shard.offsets)
-            found += int((shard.answers & (place >= 2) & (place < length)).sum())
-        return found
+            answered_rows += int((shard.answers & (place >= 2) & (place < length)).sum())
+        return answered_rows
 
     @property
     def token_count(self) -> int:
@@ -134,13 +134,14 @@ def _folder_target(folder: Path) -> str | None:
     return target.get("sha256") if isinstance(target, dict) else None
 
 
-def _signed(source: Path, found: str | None, expected: str | None) -> bool:
-    if expected is not None and found is not None and found != expected:
+def _signed(source: Path, signature: str | None, expected: str | None) -> bool:
+    if expected is not None and signature is not None and signature != expected:
         raise EagleError(
-            f"{source} was written by another target: expected sha256 {expected[:12]}…, found {found[:12]}…",
+            f"{source} was written by another target: expected sha256 {expected[:12]}…, found "
+            f"{signature[:12]}…",
             hint="a head learns what its own target says; make data with this target",
         )
-    return found is not None
+    return signature is not None
 
 
 def _read(path: Path) -> dict[str, Tensor]:

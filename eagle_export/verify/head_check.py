@@ -142,11 +142,11 @@ def measure_readings(
     return [_measured(reading.choice, table, whole[0]) for reading, table in zip(chosen, whole, strict=True)]
 
 
-def check_readings(found: Sequence[Measured]) -> Check:
+def check_readings(measured: Sequence[Measured]) -> Check:
     """Fails when another reading of the head is clearly better than the bundle's own."""
-    if not found or not found[0].drafts:
+    if not measured or not measured[0].drafts:
         return Check(READING, "ok", "no answer is long enough to try other readings of the head on")
-    own, *others = found
+    own, *others = measured
     detail = f"drafts that are the target's tokens, by unrolled step: {_shares(own)} of {own.drafts} in all"
     best = max(others, key=lambda other: other.gain, default=None)
     if best is None:
@@ -173,8 +173,8 @@ def check_head(
         layers=modules.target.dims.layers,
         target_theta=float(theta) if isinstance(theta, (int, float)) else None,
     )
-    found = measure_readings(modules, chosen, answers)
-    return check_readings(found), found
+    measured = measure_readings(modules, chosen, answers)
+    return check_readings(measured), measured
 
 
 def _read_as(draft: Draft, spec: HeadSpec, embedding: Tensor) -> Draft:
@@ -211,17 +211,19 @@ def _draft(
     length = tokens.shape[1]
     answers = torch.arange(length)[None] >= prompt
     none = tokens.new_empty(0)
-    found = unroll(fuse, draft, Batch(tokens, answers, features, none, none), STEPS)
-    wanted = own[tokens[0][(found.labels + 1).clamp(max=length - 1)]]  # [K, N]: the label row's next token
-    known = found.valid & (wanted >= 0)
+    unrolled = unroll(fuse, draft, Batch(tokens, answers, features, none, none), STEPS)
+    draft_ids = own[
+        tokens[0][(unrolled.labels + 1).clamp(max=length - 1)]
+    ]  # [K, N]: the label row's next token
+    known = unrolled.valid & (draft_ids >= 0)
     best, likelihood = [], []
-    for raw, ids in zip(found.raw, wanted, strict=True):
+    for raw, ids in zip(unrolled.raw, draft_ids, strict=True):
         logits = draft.logits(raw)  # [N, Vd]
         best.append(logits.argmax(-1))
         chosen = logits.gather(1, ids.clamp(min=0)[:, None])[:, 0]
         likelihood.append(chosen - logits.logsumexp(-1))
-    hit = (torch.stack(best) == wanted) & known
-    return _Drafted(found.valid, hit, known, torch.stack(likelihood) * known)
+    hit = (torch.stack(best) == draft_ids) & known
+    return _Drafted(unrolled.valid, hit, known, torch.stack(likelihood) * known)
 
 
 def _measured(choice: str, table: _Drafted, own: _Drafted) -> Measured:

@@ -63,12 +63,12 @@ def quantize(model: ir.Model, inputs: Mapping[str, float], checkpoint: Checkpoin
         layers = _layers_of(node)
         for layer in layers:
             missing.pop(layer, None)
-        wanted = [layer for layer in layers if layer in inputs]
-        if not wanted:
+        chosen = [layer for layer in layers if layer in inputs]
+        if not chosen:
             continue
         weight = _stored(layers, checkpoint)
-        if len(wanted) < len(layers) or weight == "partly":
-            kept += wanted
+        if len(chosen) < len(layers) or weight == "partly":
+            kept += chosen
             continue
         scale = max(inputs[layer] for layer in layers)
         scope.replace(node, layers, scale, None if weight == "none" else checkpoint)

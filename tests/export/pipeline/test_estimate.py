@@ -160,10 +160,10 @@ def test_engines_and_their_compiler_take_what_was_estimated(bundle: Bundle, tmp_
     pytest.importorskip("tensorrt_rtx", reason="needs pip install 'eagle-export[rtx]'")
     from eagle_export.pipeline.compile import compile_bundle
     from eagle_export.pipeline.options import EngineOptions
-    from eagle_export.progress import Report
+    from eagle_export.progress import Progress
 
     options = EngineOptions(backend="tensorrt-rtx", target_arch=("sm89",))
-    compiled = compile_bundle(bundle.path, options, Report(quiet=True), out=tmp_path / "compiled")
+    compiled = compile_bundle(bundle.path, options, Progress(quiet=True), out=tmp_path / "compiled")
     engines = {a.graph: a for a in compiled.manifest.artifacts if a.engine is not None}
     profiles = {name: len(a.engine.profiles) for name, a in engines.items() if a.engine}
     assert sum(profiles.values()) > len(profiles)

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from support.bundlemaker import DRAFT_VOCAB, VOCAB, byte_tokenizer, write_bundle
 from support.bundlewriting import fill, names, spec, write
 
+from eagle_export.output_folder import check_links, check_output_folder
 from eagle_export.pipeline.writer import BundleWriter
-from eagle_export.place import check_links, check_place
 from eagle_run.bundle.loading import load_bundle
 from eagle_run.bundle.records import FileEntry
 from eagle_run.errors import EagleError, UsageError
@@ -109,7 +109,7 @@ def test_other_folders_and_files_are_never_touched(tmp_path: Path, force: bool) 
     (tmp_path / "file").write_text("x")
     for name, message in (("photos", "not a bundle; it is left alone"), ("file", "is a file")):
         with pytest.raises(EagleError, match=message):
-            check_place(tmp_path / name, force=force)
+            check_output_folder(tmp_path / name, force=force)
         with pytest.raises(EagleError, match=message):
             write(tmp_path / name, force=force)
     assert (tmp_path / "photos/cat.jpg").read_text() == "cat"
