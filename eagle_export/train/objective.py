@@ -49,10 +49,10 @@ class Objective(nn.Module):
         chosen, draft = self.settings, self.draft
         unrolled = unroll(self.fuse, draft, batch, chosen.steps, noise=noise)
         steps, count = unrolled.labels.shape
-        wanted, index = unrolled.labels.unique(return_inverse=True)  # [M], [K, N]: labels repeat
-        last = batch.last.flatten(0, 1)[wanted]
+        label_rows, index = unrolled.labels.unique(return_inverse=True)  # [M], [K, N]: labels repeat
+        last = batch.last.flatten(0, 1)[label_rows]
         top = chosen.top_tokens if chosen.loss == "hass" else 0
-        goal = target_goal(last, batch.best.flatten()[wanted], self.head, self.own, top=top)
+        goal = target_goal(last, batch.best.flatten()[label_rows], self.head, self.own, top=top)
         best = goal.best[index]  # [K, N]
         decay = chosen.decay ** torch.arange(steps, device=best.device, dtype=torch.float32)
         counted = unrolled.valid & (best >= 0)

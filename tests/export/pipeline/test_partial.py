@@ -14,7 +14,7 @@ from support.bundlemaker import write_bundle
 from support.bundlewriting import fill, names
 
 from eagle_export.files import alone_in
-from eagle_export.pipeline.partial import JOURNAL, Partial, partial_folder, partial_bytes
+from eagle_export.pipeline.partial import JOURNAL, Partial, partial_bytes, partial_folder
 from eagle_export.pipeline.writer import BundleWriter
 from eagle_run.bundle.loading import load_bundle
 from eagle_run.errors import EagleError
