@@ -137,11 +137,11 @@ def _gather(
     return kept, dropped
 
 
-def _check_same(before: dict[str, Any], part: str, now: dict[str, Any], out: Path) -> None:
-    was = before.get(part, {})
+def _check_same(stored: dict[str, Any], part: str, now: dict[str, Any], out: Path) -> None:
+    was = stored.get(part, {})
     keys = {*was, *now} - {"source"}  # where a target was read from: its sha256 tells which it is
-    if odd := sorted(key for key in keys if was.get(key) != now.get(key)):
-        key, another = odd[0], f"another {part.removesuffix('s')}"
+    if differing := sorted(key for key in keys if was.get(key) != now.get(key)):
+        key, another = differing[0], f"another {part.removesuffix('s')}"
         raise EagleError(
             f"{out} was made with {another}: {key} was {was.get(key)!r}, now it is {now.get(key)!r}",
             hint="repeat the settings of the first run to go on with it, or choose another folder",

@@ -107,14 +107,21 @@ def _parser_error(library: Library, path: Path, errors: list[Any]) -> EagleError
 def _check_signature(network: Any, path: Path, spec: GraphSpec) -> None:
     inputs = [network.get_input(i) for i in range(network.num_inputs)]
     outputs = [network.get_output(i) for i in range(network.num_outputs)]
-    for side, tensors, wanted in (("inputs", inputs, spec.inputs), ("outputs", outputs, spec.outputs)):
-        found = [(tensor.name, tensor.dtype.name, tuple(tensor.shape)) for tensor in tensors]
-        expected = [(tensor.name, *declared(tensor)) for tensor in wanted]
-        if found != expected:
-            odd = [pair for pair in zip(found, expected, strict=False) if pair[0] != pair[1]]
-            detail = f"{odd[0][0]} instead of {odd[0][1]}" if odd else "some are missing or too many"
+    for side, tensors, declared_tensors in (
+        ("inputs", inputs, spec.inputs),
+        ("outputs", outputs, spec.outputs),
+    ):
+        parsed = [(tensor.name, tensor.dtype.name, tuple(tensor.shape)) for tensor in tensors]
+        expected = [(tensor.name, *declared(tensor)) for tensor in declared_tensors]
+        if parsed != expected:
+            differences = [pair for pair in zip(parsed, expected, strict=False) if pair[0] != pair[1]]
+            detail = (
+                f"{differences[0][0]} instead of {differences[0][1]}"
+                if differences
+                else "some are missing or too many"
+            )
             raise EagleError(
-                f"{path}: the compiler sees {len(found)} {side}, expected {len(expected)}; {detail}",
+                f"{path}: the compiler sees {len(parsed)} {side}, expected {len(expected)}; {detail}",
                 hint=_REPORT,
             )
 

@@ -84,14 +84,14 @@ def switch(config: Config, key: str, *, default: bool = False) -> bool:
 
 def _flag(config: Config, nested: Config, key: str) -> bool:
     """A flag that may stand in two places. Raises EagleError where they contradict each other."""
-    said = [switch(place, key) for place in (config, nested) if place.get(key) is not None]
-    if len(set(said)) > 1:
+    values = [switch(place, key) for place in (config, nested) if place.get(key) is not None]
+    if len(set(values)) > 1:
         raise EagleError(
-            f"config.json of the head: {key} is {str(said[0]).lower()} at the top level and "
-            f"{str(said[1]).lower()} in eagle_config",
+            f"config.json of the head: {key} is {str(values[0]).lower()} at the top level and "
+            f"{str(values[1]).lower()} in eagle_config",
             hint="remove the one that is wrong",
         )
-    return any(said)
+    return any(values)
 
 
 def feature_layers(config: Config, nested: Config) -> tuple[int, ...] | None:

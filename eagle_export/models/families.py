@@ -36,12 +36,12 @@ class Family:
 
     def replacements(self) -> dict[str, Replacement]:
         """By name in the module that defines the family's classes."""
-        found = {
+        functions = {
             f"{self.prefix}RMSNorm.forward": self.norm,
             f"{self.prefix}RotaryEmbedding.forward": self.rope,
             **dict(self.more),
         }
-        return found if self.rotary is None else {**found, self.rotary: native.apply_rotary}
+        return functions if self.rotary is None else {**functions, self.rotary: native.apply_rotary}
 
 
 @dataclass(frozen=True)

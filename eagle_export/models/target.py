@@ -66,8 +66,8 @@ def load_target(folder: Path, dtype: torch.dtype) -> Any:
     weights.model_files(folder)  # says better than Transformers which file is not there
     checkpoint = read_checkpoint(folder)
     if checkpoint is not None:
-        found = checkpoint.weights(dtype)
-        return load_tensors(folder, {name: weight.load() for name, weight in found.items()}, dtype)
+        stored = checkpoint.weights(dtype)
+        return load_tensors(folder, {name: weight.load() for name, weight in stored.items()}, dtype)
 
     def load(options: dict[str, Any]) -> Any:
         return AutoModelForCausalLM.from_pretrained(folder, config=_text_config(folder), **options)

@@ -36,12 +36,12 @@ def progress_text(recent: Sequence[Update], total: int) -> str:
     )
 
 
-def validation_text(update: int, found: Validation, recent: Sequence[Update]) -> str:
+def validation_text(update: int, validation: Validation, recent: Sequence[Update]) -> str:
     """A line of the log."""
-    steps = " ".join(f"{share:.3f}" for share in found.acceptance)
+    steps = " ".join(f"{share:.3f}" for share in validation.acceptance)
     text = (
         f"update {update:>6}  held out: acceptance {steps}  tokens per round "
-        f"{found.tokens_per_round:.3f} (chain)  {found.tokens_per_round_top:.3f} (wide)"
+        f"{validation.tokens_per_round:.3f} (chain)  {validation.tokens_per_round_top:.3f} (wide)"
     )
     if not recent:
         return text
