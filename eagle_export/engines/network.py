@@ -107,19 +107,13 @@ def _parser_error(library: Library, path: Path, errors: list[Any]) -> EagleError
 def _check_signature(network: Any, path: Path, spec: GraphSpec) -> None:
     inputs = [network.get_input(i) for i in range(network.num_inputs)]
     outputs = [network.get_output(i) for i in range(network.num_outputs)]
-    for side, tensors, declared_tensors in (
-        ("inputs", inputs, spec.inputs),
-        ("outputs", outputs, spec.outputs),
-    ):
+    for side, tensors, specs in (("inputs", inputs, spec.inputs), ("outputs", outputs, spec.outputs)):
         parsed = [(tensor.name, tensor.dtype.name, tuple(tensor.shape)) for tensor in tensors]
-        expected = [(tensor.name, *declared(tensor)) for tensor in declared_tensors]
+        expected = [(tensor.name, *declared(tensor)) for tensor in specs]
         if parsed != expected:
-            differences = [pair for pair in zip(parsed, expected, strict=False) if pair[0] != pair[1]]
-            detail = (
-                f"{differences[0][0]} instead of {differences[0][1]}"
-                if differences
-                else "some are missing or too many"
-            )
+            pairs = zip(parsed, expected, strict=False)
+            wrong = [f"{mine} instead of {theirs}" for mine, theirs in pairs if mine != theirs]
+            detail = wrong[0] if wrong else "some are missing or too many"
             raise EagleError(
                 f"{path}: the compiler sees {len(parsed)} {side}, expected {len(expected)}; {detail}",
                 hint=_REPORT,
