@@ -1,11 +1,14 @@
-"""What a run says of itself: points of its curve, lines for the user, and training.json."""
+"""What a run says of itself: points of its curve, lines for the user, training.json, and a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_export.checkpoints.whereabouts import told
+from eagle_export.files import whole_file
 from eagle_export.train.evaluate import Validation
 from eagle_export.train.trainer import Trainer, Update
 
@@ -77,6 +80,44 @@ def facts(request: TrainRequest, prepared: Prepared, trainer: Trainer, *, held_o
         "last": checked[-1] if checked else None,
         "history": state.history,
     }
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Writes `data` under another name and renames it."""
+    with whole_file(path) as temporary:
+        temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def draw(path: Path, history: Sequence[Mapping[str, Any]]) -> bool:
+    """A picture of loss, acceptance by step and tokens per round over updates. False without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    trained = [entry for entry in history if "loss" in entry]
+    checked = [entry for entry in history if "validation" in entry]
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    loss, acceptance, rounds = figure.subplots(1, 3)
+    loss.plot([e["update"] for e in trained], [e["loss"] for e in trained], color="C0")
+    loss.set_title("training loss")
+    updates = [entry["update"] for entry in checked]
+    for step in range(len(checked[0]["validation"]["acceptance"]) if checked else 0):
+        shares = [entry["validation"]["acceptance"][step] for entry in checked]
+        acceptance.plot(updates, shares, marker=".", label=f"step {step + 1}")
+    acceptance.set_title("held-out acceptance")
+    for key, name in (("tokens_per_round", "chain"), ("tokens_per_round_top", "wide tree, at most")):
+        rounds.plot(updates, [entry["validation"][key] for entry in checked], marker=".", label=name)
+    rounds.set_title("held-out tokens per round")
+    for axes in (loss, acceptance, rounds):
+        axes.set_xlabel("update")
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[1]:
+            axes.legend(fontsize="x-small")
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")
+    return True
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -12,7 +12,7 @@ import torch
 
 from eagle_export.files import alone_in
 from eagle_export.heads.write import write_head
-from eagle_export.train import checkpoint, curve, record
+from eagle_export.train import checkpoint, record
 from eagle_export.train.batches import pack, split
 from eagle_export.train.evaluate import Validation, evaluate
 from eagle_export.train.interrupt import deferred
@@ -205,8 +205,8 @@ class _Run:
     def _write_facts(self) -> None:
         facts = self._facts()
         self.request.out.mkdir(parents=True, exist_ok=True)
-        curve.write_json(self.request.out / "training.json", facts)
-        curve.draw(self.request.out / "curve.png", facts["history"])
+        record.write_json(self.request.out / "training.json", facts)
+        record.draw(self.request.out / "curve.png", facts["history"])
 
     def _save(self) -> None:
         if not self.workers.first:

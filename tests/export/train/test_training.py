@@ -18,7 +18,7 @@ from support.tiny import answers_of, eager_decoder, modules_of
 from support.trainset import SETTINGS, VOCAB, WIDTH, answers_by, batch_of, head_of, request_of, spec_of
 
 from eagle_export.progress import Report
-from eagle_export.train import curve
+from eagle_export.train import record
 from eagle_export.train.batches import split
 from eagle_export.train.checkpoint import found
 from eagle_export.train.objective import Objective
@@ -151,7 +151,7 @@ def test_an_interruption_before_the_first_update_is_not_lost(
     learned: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some libraries swallow KeyboardInterrupt while they are imported, as drawing the curve does."""
-    original = curve.draw
+    original = record.draw
 
     def draw(*arguments: Any) -> bool:
         os.kill(os.getpid(), signal.SIGINT)
@@ -161,7 +161,7 @@ def test_an_interruption_before_the_first_update_is_not_lost(
 
     request = request_of(learned, data, tmp_path / "run", replace(SETTINGS, max_updates=2))
     with monkeypatch.context() as patch:
-        patch.setattr(curve, "draw", draw)
+        patch.setattr(record, "draw", draw)
         with pytest.raises(EagleError, match="interrupted after update 0"):
             train(request, Report(quiet=True))
     facts = train(replace(request, resume=True), Report(quiet=True)).as_dict()
