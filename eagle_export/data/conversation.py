@@ -69,10 +69,10 @@ class Conversation:
         """The target has answered with these."""
         self.tokens += tokens
         self.mask += [1] * len(tokens)
-        spoken = tokens[:-1] if tokens[-1] in stop_tokens else tokens
-        content = text.decode(spoken, skip_special_tokens=False)
+        said = tokens[:-1] if tokens[-1] in stop_tokens else tokens
+        content = text.decode(said, skip_special_tokens=False)
         self.messages.append({"role": "assistant", "content": content})
-        self._rendered += content + text.decode(tokens[len(spoken) :], skip_special_tokens=False)
+        self._rendered += content + text.decode(tokens[len(said) :], skip_special_tokens=False)
 
     def before_turn(self, text: Tokenizer) -> list[int]:
         """The tokens after which the user's next words come. Raises EagleError as `around_turn` does."""

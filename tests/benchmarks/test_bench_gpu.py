@@ -14,7 +14,6 @@ import torch
 
 from eagle_run.decoding.rng import uniform
 from eagle_run.decoding.tree import TreeShape
-from eagle_run.dtypes import DTYPES
 from eagle_run.engine.request import Request
 
 ROOT = Path(__file__).parents[2]
@@ -175,7 +174,7 @@ def inputs_of(graph: Any, batch: int) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for spec in (*graph.spec.inputs, *graph.spec.outputs):
         shape = [sizes[size] if isinstance(size, str) else size for size in spec.shape]
-        tensor = torch.zeros(shape, dtype=DTYPES[spec.dtype].torch)
+        tensor = torch.zeros(shape, dtype=getattr(torch, spec.dtype))
         tensors[spec.name] = tensors.get(spec.name.replace("present", "past"), tensor)
     tensors["tree_mask"][..., 0] = True
     return tensors

@@ -48,12 +48,12 @@ def need_gpu(backend: str) -> Gpu:
         raise EagleError(
             f"{backend} needs an NVIDIA GPU, but torch {torch.__version__} is built without CUDA",
             hint=f"install a torch build for CUDA (see https://pytorch.org/get-started); {_DOCTOR}. "
-            "A CPU runs the bundle's ONNX graphs",
+            "Without a GPU, the device cpu runs the bundle's ONNX graphs",
             parameters=["device"],
         )
     raise EagleError(
         f"{backend} needs an NVIDIA GPU, and torch (for CUDA {torch.version.cuda}) finds none",
         hint=f"install or update the NVIDIA driver (`nvidia-smi` must list the GPU); {_DOCTOR}. "
-        "A CPU runs the bundle's ONNX graphs",
+        "Without a GPU, the device cpu runs the bundle's ONNX graphs",
         parameters=["device"],
     )
