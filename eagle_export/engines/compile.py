@@ -30,7 +30,7 @@ def compile_engine(
     on_progress is called a few times a second, from this thread. An error or Ctrl-C ends the compiler's
     process and leaves nothing behind. `command` starts that process.
 
-    Raises UsageError for settings that the backend does not have, and EagleError when the place or the timing
+    Raises UsageError for settings that the backend does not have, and EagleError when engine or timing
     cache cannot be written, the graph cannot be read or lost something when it was read (see
     `network.check_network`), the compiler gives up or crashes, or memory or disk do not suffice.
     """
@@ -38,9 +38,9 @@ def compile_engine(
     if not request.onnx.is_file():
         raise EagleError(f"{request.onnx} does not exist", hint="export it first")
     _check_writable(request)
-    with _unfinished(request.out) as place:
-        result = _run(EngineRequest(**{**vars(request), "out": place}), on_progress, command)
-        place.replace(request.out)
+    with _unfinished(request.out) as temporary:
+        result = _run(EngineRequest(**{**vars(request), "out": temporary}), on_progress, command)
+        temporary.replace(request.out)
     summaries = [
         None if summary is None else LayerSummary.model_validate(summary) for summary in result["summaries"]
     ]
@@ -187,9 +187,9 @@ def _check_writable(request: EngineRequest) -> None:
 
 @contextlib.contextmanager
 def _unfinished(out: Path) -> Iterator[Path]:
-    """A place beside `out` to write to, empty again afterwards."""
-    place = out.with_name(f".{out.name}.{os.getpid()}.part")
+    """A file beside `out` to write to, gone again afterwards."""
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
-        yield place
+        yield temporary
     finally:
-        place.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

@@ -80,10 +80,10 @@ def load(path: Path) -> ir.Model:
 def data_files(path: Path) -> list[Path]:
     """The files that the graph at `path` has its weights in, by name."""
     model = onnx.load(path, load_external_data=False)
-    places = {
+    names = {
         entry.value
         for tensor in model.graph.initializer
         for entry in tensor.external_data
         if entry.key == "location"
     }
-    return [path.parent / place for place in sorted(places)]
+    return [path.parent / name for name in sorted(names)]

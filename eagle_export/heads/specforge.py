@@ -84,7 +84,7 @@ def switch(config: Config, key: str, *, default: bool = False) -> bool:
 
 def _flag(config: Config, nested: Config, key: str) -> bool:
     """A flag that may stand in two places. Raises EagleError where they contradict each other."""
-    values = [switch(place, key) for place in (config, nested) if place.get(key) is not None]
+    values = [switch(section, key) for section in (config, nested) if section.get(key) is not None]
     if len(set(values)) > 1:
         raise EagleError(
             f"config.json of the head: {key} is {str(values[0]).lower()} at the top level and "

@@ -96,16 +96,16 @@ class Estimate:
             f"{_time(self.seconds)} on two cores"
         )
 
-    def check(self, memory: Memory, disk_free: int, place: Path) -> tuple[str, ...]:
+    def check(self, memory: Memory, disk_free: int, folder: Path) -> tuple[str, ...]:
         """Warnings, one sentence each.
 
-        Raises EagleError when the disk that holds `place` is too small, or when more than twice all memory is
+        Raises EagleError when the disk of `folder` is too small, or when more than twice all memory is
         needed: no error of the estimate could make that fit. What is merely larger than the available memory
         may still work, by swapping or because another program ends, so that is a warning.
         """
         if disk_free < self.disk_bytes:
             raise EagleError(
-                f"{place}: about {size(self.disk_bytes)} are needed, {size(disk_free)} are free",
+                f"{folder}: about {size(self.disk_bytes)} are needed, {size(disk_free)} are free",
                 hint="free some disk space, or choose another folder",
                 parameters=["out"],
             )

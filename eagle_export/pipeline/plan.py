@@ -55,7 +55,7 @@ def make_plan(options: BuildOptions) -> Plan:
     from eagle_export.reference.modules import load_config, load_fitting_head
 
     named, _ = recipes.find_target(options.target)
-    out = options.out or _default_place(options, named)
+    out = options.out or _default_folder(options, named)
     check_output_folder(out, force=options.force)
     _sizes(options, named)
     target = recipes.resolve_target(options.target)
@@ -97,7 +97,7 @@ def _sizes(options: BuildOptions, recipe: recipes.Recipe) -> tuple[recipes.Build
     return limits, choose_tree(options, recipe.tree, limits.max_tree_nodes)
 
 
-def _default_place(options: BuildOptions, recipe: recipes.Recipe) -> Path:
+def _default_folder(options: BuildOptions, recipe: recipes.Recipe) -> Path:
     kind = "plain" if options.head == "none" else options.head
     if kind not in ("plain", "eagle1", "eagle3"):
         kind = Path(str(recipes.find_head(kind, recipe))).name
@@ -142,7 +142,7 @@ def fit(plan: Plan) -> tuple[Plan, Estimate, tuple[str, ...]]:
     """The plan as this machine can do it, what it takes, and what to tell the user.
 
     Without enough memory to compare a target with its float32 self, that is left out. Raises EagleError when
-    the place cannot be written, and when the disk is too small, or memory by far; what an interrupted run
+    the folder cannot be written, and when the disk is too small, or memory by far; what an interrupted run
     left counts as room.
     """
     from eagle_export.pipeline.estimate import memory_here

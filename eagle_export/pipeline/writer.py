@@ -171,14 +171,14 @@ class BundleWriter:
             names |= {str(path.relative_to(bundle.path)) for path in present} - dropped - {MANIFEST}
         linked = {entry.path for entry in bundle.manifest.files() if entry.origin is not None}
         for name in sorted(names):
-            place, link = self.file(name), replaced or name in linked
-            place.unlink(missing_ok=True)  # of a run before
+            copy, link = self.file(name), replaced or name in linked
+            copy.unlink(missing_ok=True)  # of a run before
             try:
-                (os.link if link else shutil.copyfile)(bundle.path / name, place)
+                (os.link if link else shutil.copyfile)(bundle.path / name, copy)
             except OSError as error:
                 if disk_full(error) or not link:
                     raise
-                shutil.copyfile(bundle.path / name, place)  # a file system without links
+                shutil.copyfile(bundle.path / name, copy)  # a file system without links
         bundle.check_unchanged()
         known = {entry.path: entry.sha256 for entry in bundle.manifest.files()}
         remember_sha256({self.folder / name: known[name] for name in names if name in known})

@@ -195,11 +195,11 @@ def _find(manifest: Manifest, part: str, info: TargetInfo | HeadInfo) -> str:
     )
 
 
-def _check_same(manifest: Manifest, part: str, expected: str, found: str, place: Path) -> None:
+def _check_same(manifest: Manifest, part: str, expected: str, found: str, path: Path) -> None:
     if expected != found:
         raise EagleError(
             f"bundle {manifest.name} was built from another {part}: expected sha256 {expected[:12]}…, "
-            f"found {found[:12]}… ({place})",
+            f"found {found[:12]}… ({path})",
             hint=f"give the {part} it was built from, or build the bundle again",
             parameters=[part],
         )

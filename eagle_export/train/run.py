@@ -47,7 +47,7 @@ def train(request: TrainRequest, progress: Progress) -> Result:
     Ctrl-C saves a checkpoint, and ends in EagleError that says so. Raises UsageError where `out` holds
     another run or another model, or `resume` finds none; EagleError where another run is writing there.
     """
-    _check_place(request)
+    _check_out(request)
     workers = Workers(request.device)
     if not workers.first:
         from eagle_export.progress import Progress as Quiet
@@ -61,7 +61,7 @@ def train(request: TrainRequest, progress: Progress) -> Result:
         workers.close()
 
 
-def _check_place(request: TrainRequest) -> None:
+def _check_out(request: TrainRequest) -> None:
     checkpoints = checkpoint.found(request.out / "checkpoints")
     other = [name for name in _KEPT if (request.out / name).exists()]
     if request.resume and not checkpoints:

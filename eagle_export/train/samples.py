@@ -83,8 +83,8 @@ class Samples:
         """Tokens of answers that a draft learns to predict: from a conversation's third to its `length`th."""
         answered_rows = 0
         for shard in self.shards:
-            place = _places(shard.offsets)
-            answered_rows += int((shard.answers & (place >= 2) & (place < length)).sum())
+            position = _positions(shard.offsets)
+            answered_rows += int((shard.answers & (position >= 2) & (position < length)).sum())
         return answered_rows
 
     @property
@@ -208,10 +208,10 @@ def _shard(name: str, arrays: dict[str, Tensor], vocab_size: int, path: Path) ->
                 f"{path}: loss_mask has {len(answers)} entries for {len(tokens)} tokens", hint=_HINT
             )
     else:
-        answers = _places(offsets) >= prompts.repeat_interleave(lengths)
+        answers = _positions(offsets) >= prompts.repeat_interleave(lengths)
     return Shard(name, tokens, offsets, answers)
 
 
-def _places(offsets: Tensor) -> Tensor:
-    """int64 [sum]: each token's place in its conversation."""
+def _positions(offsets: Tensor) -> Tensor:
+    """int64 [sum]: each token's position in its conversation."""
     return torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(offsets.diff())
