@@ -49,11 +49,12 @@ def measure(
     name: str, folder: Path, results: dict[str, Any], out: Path, *, force: bool, **options: Any
 ) -> None:
     """Fills results["heads"][name], one tree, temperature and question set after the other."""
+    from eagle_run.engine.opening import open_engine
+
     from eagle_export.checkpoints.weights import folder_identity
     from eagle_run.datasets import read_questions
     from eagle_run.decoding.sampling import SamplingParams
     from eagle_run.decoding.tree_spec import parse_spec
-    from eagle_run.engine.opening import open_engine
 
     weights = folder_identity(folder)
     mine = results["heads"].get(name, {})
@@ -97,9 +98,11 @@ def measure(
 def _build(target: str, head: Path, out: Path, batch: int) -> Path:
     from eagle_export.pipeline.build import build
     from eagle_export.pipeline.options import BuildOptions
-    from eagle_export.progress import Report
+    from eagle_export.progress import Progress
 
-    return build(BuildOptions(target=target, head=str(head), out=out, max_batch=batch), Report()).bundle.path
+    return build(
+        BuildOptions(target=target, head=str(head), out=out, max_batch=batch), Progress()
+    ).bundle.path
 
 
 def _figures(done: Any) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def measure(variant: dict[str, Any], questions: Path, max_new_tokens: int, folde
     """Builds the demo in one precision and compares it with float32."""
     from eagle_export.pipeline.build import build
     from eagle_export.pipeline.options import BuildOptions, Fp8Options
-    from eagle_export.progress import Report
+    from eagle_export.progress import Progress
     from eagle_export.reference.modules import reference_of
     from eagle_export.verify.accuracy import choose_requests, runnable_graphs
     from eagle_export.verify.accuracy import measure as compare
@@ -75,8 +75,8 @@ def measure(variant: dict[str, Any], questions: Path, max_new_tokens: int, folde
         measure=False,
         force=True,
     )
-    report = Report()
-    bundle = build(options, report).bundle
+    progress = Progress()
+    bundle = build(options, progress).bundle
     manifest = bundle.manifest
     reference = reference_of(manifest, precision="fp32")
     own = reference_of(manifest, precision="bf16") if variant["precision"] == "bf16" else reference
@@ -94,7 +94,7 @@ def measure(variant: dict[str, Any], questions: Path, max_new_tokens: int, folde
         graphs,
         reference,
         requests,
-        report,
+        progress,
         limits=manifest.limits,
         tree=manifest.tree.shape(),
         backend=backend,

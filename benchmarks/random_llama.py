@@ -20,7 +20,9 @@ import click
 import torch
 from torch import Tensor
 
-_DTYPES = {"fp16": (torch.float16, "F16"), "bf16": (torch.bfloat16, "BF16")}
+from eagle_run.dtypes import BY_PRECISION, dtype_of
+
+_PRECISIONS = ("fp16", "bf16")
 _PIECE = 1 << 22  # values that are drawn at a time
 EOS = "</s>"
 TEMPLATE = (
@@ -177,11 +179,11 @@ def _write_weights(
 
     safetensors itself only writes what is all in memory at once.
     """
-    dtype, label = _DTYPES[precision]
+    dtype, label = BY_PRECISION[precision].torch, BY_PRECISION[precision].safetensors
     entries: dict[str, tuple[str, Sequence[int], int, Callable[[], Iterator[Tensor]]]] = {}
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in given.items():  # eight-byte values first: offsets stay aligned
-        kind = {torch.int64: "I64", torch.bool: "BOOL"}[tensor.dtype]
+        kind = dtype_of(tensor.dtype).safetensors
         entries[name] = (kind, tensor.shape, tensor.nbytes, lambda tensor=tensor: iter([tensor]))
     for name, weight in drawn.items():
         count = math.prod(weight.shape)
@@ -219,7 +221,7 @@ def _draw(weight: Weight, dtype: torch.dtype, generator: torch.Generator) -> Ite
 @click.command(help=__doc__)
 @click.argument("size", type=click.Choice(list(SIZES)))
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--precision", type=click.Choice(list(_DTYPES)), default="fp16", show_default=True)
+@click.option("--precision", type=click.Choice(_PRECISIONS), default="fp16", show_default=True)
 @click.option("--seed", default=0, show_default=True)
 def main(size: str, folder: Path, precision: str, seed: int) -> None:
     target, head = write(folder, size, precision=precision, seed=seed)

@@ -12,7 +12,9 @@ def device_named(name: str) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise EagleError("--device cuda, but torch sees no CUDA GPU", hint="leave out --device")
+        raise EagleError(
+            'the device is "cuda", but torch sees no CUDA GPU', hint="leave it out", parameters=["device"]
+        )
     return torch.device("cuda", torch.cuda.current_device())
 
 

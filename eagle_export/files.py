@@ -43,7 +43,9 @@ def alone_in(folder: Path) -> Iterator[None]:
     locked, as on some network disks, nobody is kept out.)
     """
     if folder.exists() and not folder.is_dir():
-        raise EagleError(f"{folder} is a file; expected a folder to write to", hint="choose another --out")
+        raise EagleError(
+            f"{folder} is a file; expected a folder to write to", hint="choose another", parameters=["out"]
+        )
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     handle = None
@@ -76,5 +78,7 @@ def _lock(folder: Path) -> int | None:
         return handle
     os.close(handle)  # locked by another run, or moved away by one that was just ending
     raise EagleError(
-        f"{folder}: another run is writing to this folder", hint="wait for it, or choose another --out"
+        f"{folder}: another run is writing to this folder",
+        hint="wait for it, or choose another folder",
+        parameters=["out"],
     )

@@ -15,7 +15,7 @@ from rich.console import Console
 T = TypeVar("T")
 
 
-class Report:
+class Progress:
     """Tells the user on stderr what happens, and remembers how long each step took.
 
     `quiet` prints nothing. Off a terminal there are only plain lines, so that a log stays readable.
@@ -50,15 +50,19 @@ class Report:
     @contextmanager
     def bar(self, name: str) -> Iterator[Callable[[float, str], None]]:
         """A step that knows how far it is: gives a function of the share done and of what is being done."""
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich import progress as rich_progress
 
         start = time.perf_counter()
-        part = TextColumn("{task.fields[part]}")
-        columns = (TextColumn("  {task.description}"), BarColumn(), TimeElapsedColumn(), part)
+        columns = (
+            rich_progress.TextColumn("  {task.description}"),
+            rich_progress.BarColumn(),
+            rich_progress.TimeElapsedColumn(),
+            rich_progress.TextColumn("{task.fields[part]}"),
+        )
         still = not self.console.is_terminal
-        with Progress(*columns, console=self.console, transient=True, disable=still) as progress:
-            task = progress.add_task(name, total=1.0, part="")
-            yield lambda share, part: progress.update(task, completed=share, part=part)
+        with rich_progress.Progress(*columns, console=self.console, transient=True, disable=still) as bar:
+            task = bar.add_task(name, total=1.0, part="")
+            yield lambda share, part: bar.update(task, completed=share, part=part)
         self.seconds[name] = time.perf_counter() - start
         self.console.print(f"  {name:<44}{self.seconds[name]:>7.1f} s", markup=False)
 
@@ -67,8 +71,11 @@ class Report:
         self.console.print(f"  {text}", markup=False, soft_wrap=True)
 
     def total_seconds(self) -> float:
-        """Wall time since this report was made."""
+        """Wall time since this object was made."""
         return time.perf_counter() - self._started
+
+
+Report = Progress  # its former name, for data/ and verify/ until these use the new one
 
 
 def _silence_transformers() -> None:

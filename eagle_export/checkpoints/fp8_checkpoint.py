@@ -58,7 +58,7 @@ class Dequantized:
 
     layer: StoredLayer
     dtype: torch.dtype
-    place: None = None
+    file_range: None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -107,14 +107,14 @@ class Checkpoint:
 
     def weights(self, dtype: torch.dtype) -> dict[str, Weight]:
         """All tensors of the model, the FP8 ones as `dtype`; what serves quantisation alone is left out."""
-        found: dict[str, Weight] = {}
+        by_name: dict[str, Weight] = {}
         for name, stored in _tensors(self.folder).items():
             layer = self.layers.get(name.removesuffix(".weight"))
             if layer is not None and name.endswith(".weight"):
-                found[name] = Dequantized(layer, dtype)
+                by_name[name] = Dequantized(layer, dtype)
             elif not name.endswith(_AUXILIARY):
-                found[name] = stored
-        return found
+                by_name[name] = stored
+        return by_name
 
 
 _AUXILIARY = (*_CACHE_SCALES, *_ZERO_POINTS, *_WEIGHT_SCALES, *_INPUT_SCALES)
@@ -176,18 +176,18 @@ def _layers(folder: Path) -> Iterator[tuple[str, StoredLayer]]:
             raise EagleError(
                 f"{folder}: {key} is in FP8 without {name}.weight_scale", hint="download the model again"
             )
-        given = _first(tensors, name, _INPUT_SCALES)
-        if given is not None and given.numel() != 1:
-            raise EagleError(f"{folder}: {name} has {given.numel()} input scales, expected one")
-        input_scale = None if given is None else float(given.float())
+        stored_scale = _first(tensors, name, _INPUT_SCALES)
+        if stored_scale is not None and stored_scale.numel() != 1:
+            raise EagleError(f"{folder}: {name} has {stored_scale.numel()} input scales, expected one")
+        input_scale = None if stored_scale is None else float(stored_scale.float())
         if input_scale is not None:
             check_positive({name: input_scale}, str(folder))
         yield name, StoredLayer(stored, (rows, columns), _weight_scale(scale, rows, key), input_scale)
 
 
 def _first(tensors: Mapping[str, StoredTensor], layer: str, endings: tuple[str, ...]) -> Tensor | None:
-    found = (tensors[layer + ending] for ending in endings if layer + ending in tensors)
-    tensor = next(found, None)
+    matching = (tensors[layer + ending] for ending in endings if layer + ending in tensors)
+    tensor = next(matching, None)
     return None if tensor is None else tensor.load()
 
 

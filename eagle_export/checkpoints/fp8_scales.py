@@ -64,10 +64,10 @@ class Scales:
         """Reads what `save` wrote. Raises EagleError for anything else."""
         try:
             data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            found = data.pop("format")
-            if found != _FORMAT:
+            version = data.pop("format")
+            if version != _FORMAT:
                 raise EagleError(
-                    f"{path}: expected scales in format {_FORMAT}, found {found}", hint="calibrate again"
+                    f"{path}: expected scales in format {_FORMAT}, found {version}", hint="calibrate again"
                 )
             if unknown := sorted(set(data) - set(cls.__dataclass_fields__)):
                 raise ValueError(f"unknown keys {unknown}")
@@ -79,7 +79,8 @@ class Scales:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise EagleError(
                 f"{path}: not a file of scales: {first_line(error)}",
-                hint="make one by building with --precision fp8",
+                hint="make one by building in fp8",
+                parameters=["scales"],
             ) from None
         return scales
 
@@ -93,7 +94,8 @@ class Scales:
                 raise EagleError(
                     f"the scales are of another {part}: expected sha256 {theirs[:12]}…, found "
                     f"{mine[:12] + '…' if mine else 'none'}",
-                    hint="calibrate again: build without --scales",
+                    hint="calibrate again: build without a file of scales",
+                    parameters=["scales"],
                 )
 
     def check_range(self, base: str) -> list[str]:
@@ -144,6 +146,7 @@ def choose(scales: Scales, keep: Sequence[str] = (), also: Sequence[str] = ()) -
             raise UsageError(
                 f"no linear layer is called {pattern!r}",
                 hint="there are " + ", ".join(sorted({starred(name) for name in names})),
+                parameters=["keep"],
             )
     kept = tuple(dict.fromkeys((*keep, *(default for default in DEFAULT_KEPT if default not in also))))
 
@@ -159,7 +162,9 @@ def choose(scales: Scales, keep: Sequence[str] = (), also: Sequence[str] = ()) -
     inputs = {graph: layers for graph, layers in inputs.items() if layers}
     if not inputs:
         raise UsageError(
-            "no linear layer is left to quantise", hint="keep fewer, or build with --precision fp16"
+            "no linear layer is left to quantise",
+            hint="keep fewer, or build in fp16",
+            parameters=["keep", "precision"],
         )
     return replace(scales, inputs=inputs, kept=kept)
 

@@ -12,7 +12,7 @@ from eagle_run.errors import EagleError
 
 Config = Mapping[str, Any]
 _HINT = (
-    "use the model's 16-bit checkpoint (build it with --precision fp8), or one in FP8 with scales per tensor "
+    "use the model's 16-bit checkpoint (a build in fp8 quantises it), or one in FP8 with scales per tensor "
     "or channel"
 )
 

@@ -66,12 +66,12 @@ def read(path: Path) -> GGUFReader:
     except Exception as error:  # the reader raises whatever numpy does
         raise EagleError(f"{path}: not a whole GGUF file: {error}", hint=_AGAIN) from None
     known = _WANTED.keys() | _HARMLESS
-    odd = sorted(key for key in reader.fields if key.startswith("llama.") and key not in known)
+    unknown = sorted(key for key in reader.fields if key.startswith("llama.") and key not in known)
     faults = [
         (architecture != "llama", f"architecture {architecture!r}, expected 'llama'"),
         (bool(missing), f"keys {missing} are missing"),
         (not missing and rotated not in (None, width // heads), f"RoPE over {rotated} channels of a head"),
-        (bool(odd), f"keys {odd} describe more than a plain Llama model"),
+        (bool(unknown), f"keys {unknown} describe more than a plain Llama model"),
         (kinds["model"] != "gpt2", f"tokenizer {kinds['model']!r}, expected 'gpt2' (byte-level)"),
         (
             kinds["pre"] not in _DIGITS_FIRST,

@@ -11,22 +11,9 @@ import torch
 from torch import Tensor
 
 from eagle_export.checkpoints import weights
+from eagle_run.dtypes import BY_SAFETENSORS
 from eagle_run.errors import EagleError
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 _ROWS = 8 << 20  # values that are looked at at a time
 _AGAIN = "download the model again; the file may be damaged or cut short"
 
@@ -35,7 +22,7 @@ SMALLEST_LINK = 4096  # bytes of a weight; what is smaller is written with the r
 
 
 @dataclass(frozen=True)
-class Place:
+class FileRange:
     """Where a file holds the values of a tensor, row by row and without gaps."""
 
     file: Path
@@ -57,11 +44,11 @@ class StoredTensor:
     dtype: torch.dtype
 
     @property
-    def place(self) -> Place | None:
+    def file_range(self) -> FileRange | None:
         """None where the values do not start at a multiple of their size, which some readers want."""
         if self.offset % self.dtype.itemsize:
             return None
-        return Place(self.file, self.offset, math.prod(self.shape) * self.dtype.itemsize)
+        return FileRange(self.file, self.offset, math.prod(self.shape) * self.dtype.itemsize)
 
     def load(self) -> Tensor:
         return self._read(0, math.prod(self.shape)).view(self.shape)
@@ -94,10 +81,10 @@ def marked(tensors: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def source_of(tensor: Tensor) -> StoredTensor | None:
+def stored_tensor_of(tensor: Tensor) -> StoredTensor | None:
     """Where a tensor is from that was `marked` and has not gone through any operation since."""
-    found: StoredTensor | None = tensor.__dict__.get("stored")
-    return found
+    stored: StoredTensor | None = tensor.__dict__.get("stored")
+    return stored
 
 
 def largest(values: Tensor) -> float:
@@ -110,7 +97,7 @@ def all_finite(tensor: Tensor) -> bool:
     """Whether every value is a number, looked at some rows at a time."""
     if tensor.dim() == 0 or not tensor.numel():
         return bool(torch.isfinite(tensor).all())
-    source = source_of(tensor)
+    source = stored_tensor_of(tensor)
     step = max(1, _ROWS * tensor.shape[0] // tensor.numel())
     for start in range(0, tensor.shape[0], step):
         stop = min(tensor.shape[0], start + step)
@@ -126,20 +113,20 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
         header = weights.read_header(file)
         with file.open("rb") as stream:
             start, size = 8 + int.from_bytes(stream.read(8), "little"), os.fstat(stream.fileno()).st_size
-        found = {}
+        tensors = {}
         for name, entry in header.items():
-            if entry["dtype"] not in _DTYPES:
+            if (dtype := BY_SAFETENSORS.get(entry["dtype"])) is None:
                 raise EagleError(
                     f"{file}: {name} is stored as {entry['dtype']}, which is not known",
                     hint="use a checkpoint in 16 or 32 bit, or in FP8",
                 )
             first, last = entry["data_offsets"]
-            tensor = StoredTensor(file, name, start + first, tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+            tensor = StoredTensor(file, name, start + first, tuple(entry["shape"]), dtype.torch)
             if math.prod(tensor.shape) * tensor.dtype.itemsize != last - first:
                 raise ValueError(f"{name} has {last - first} bytes, its shape takes another number")
             if start + last > size:
                 raise ValueError(f"it ends within {name}")
-            found[name] = tensor
+            tensors[name] = tensor
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise EagleError(f"{file}: not a whole safetensors file: {error}", hint=_AGAIN) from None
-    return found
+    return tensors

@@ -14,21 +14,11 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from eagle_export.checkpoints.stored import Place, largest
+from eagle_export.checkpoints.stored import FileRange, largest
+from eagle_run.dtypes import BY_ONNX, dtype_of
 from eagle_run.errors import EagleError
 
 _BLOCK = 8 << 20  # bytes of a block: what a conversion holds beside the tensor that it reads
-TORCH_DTYPES = {
-    ir.DataType.FLOAT: torch.float32,
-    ir.DataType.FLOAT16: torch.float16,
-    ir.DataType.BFLOAT16: torch.bfloat16,
-    ir.DataType.FLOAT8E4M3FN: torch.float8_e4m3fn,
-    ir.DataType.INT64: torch.int64,
-    ir.DataType.INT32: torch.int32,
-    ir.DataType.BOOL: torch.bool,
-}
-IR_DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
-_NUMPY_NAMES = {torch.bfloat16: ml_dtypes.bfloat16, torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn}
 
 
 class Weight(Protocol):
@@ -41,7 +31,7 @@ class Weight(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     @property
-    def place(self) -> Place | None:
+    def file_range(self) -> FileRange | None:
         """Its bytes in a file, if they are there as they are."""
 
     def rows(self, start: int, stop: int) -> Tensor:
@@ -56,7 +46,7 @@ class InMemory:
     """A weight that a torch tensor holds."""
 
     tensor: Tensor
-    place = None
+    file_range = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,7 +69,7 @@ class Converted:
 
     source: Weight
     dtype: torch.dtype
-    place = None
+    file_range = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -99,7 +89,7 @@ class Blocks(ir.LazyTensor):
     """An initializer that is made block by block while it is written, and held by nobody."""
 
     def __init__(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
-        super().__init__(self._whole, IR_DTYPES[dtype], ir.Shape(shape), name=name)
+        super().__init__(self._whole, ir.DataType(dtype_of(dtype).onnx), ir.Shape(shape), name=name)
         self.torch_dtype = dtype
         self.sizes = tuple(shape)
 
@@ -144,11 +134,11 @@ class Streamed(Blocks):
         self._widths = [other[-1] if other else 1 for other in shapes]
 
     @property
-    def place(self) -> Place | None:
+    def file_range(self) -> FileRange | None:
         """Where a file holds exactly this."""
         (weight, axes), *others = self.parts
         same = not others and axes is None and weight.dtype == self.torch_dtype
-        return weight.place if same else None
+        return weight.file_range if same else None
 
     def permuted(self, name: str, axes: tuple[int, ...]) -> Streamed:
         """This tensor with its axes in another order; it must have one part."""
@@ -204,7 +194,8 @@ class Streamed(Blocks):
         if values.numel() and not math.isfinite(largest(values)):
             raise EagleError(
                 f"{self.name} holds values that fp16 cannot: it ends at 65504",
-                hint="build with --precision bf16, or fp32",
+                hint="build in bf16 or fp32",
+                parameters=["precision"],
             )
 
 
@@ -212,7 +203,7 @@ def stream(tensor: ir.TensorProtocol) -> Streamed:
     """An initializer as `Streamed`, whatever holds it; its values stay where they are."""
     if isinstance(tensor, Streamed):
         return tensor
-    name, dtype = tensor.name or "", TORCH_DTYPES[tensor.dtype]
+    name, dtype = tensor.name or "", BY_ONNX[tensor.dtype].torch
     raw = getattr(tensor, "raw", None)
     if isinstance(raw, Tensor):
         return Streamed(name, [(InMemory(raw), None)], dtype)
@@ -230,24 +221,29 @@ def bind(model: ir.Model, weights: Mapping[str, Weight]) -> None:
             continue
         weight = weights.get(name)
         if weight is None or weight.shape != tuple(raw.shape):
-            found = "none" if weight is None else list(weight.shape)
-            raise EagleError(f"the graph needs a weight {name} {list(raw.shape)}, found {found}")
+            held = "none" if weight is None else list(weight.shape)
+            raise EagleError(f"the graph needs a weight {name} {list(raw.shape)}, found {held}")
         value.const_value = Streamed(name, [(weight, None)], raw.dtype)
 
 
 def as_numpy(values: Tensor) -> np.ndarray:
     """A contiguous tensor as an array that shares its memory, also of types that NumPy itself lacks."""
-    known = _NUMPY_NAMES.get(values.dtype)
-    if known is None:
+    foreign = _foreign(values.dtype)
+    if foreign is None:
         return values.numpy()
     width = torch.uint8 if values.dtype.itemsize == 1 else torch.int16
-    return values.view(width).numpy().view(known)
+    return values.view(width).numpy().view(foreign)
+
+
+def _foreign(dtype: torch.dtype) -> Any:
+    """ml_dtypes' type for one that NumPy itself lacks; None for the others."""
+    return getattr(ml_dtypes, dtype_of(dtype).name, None)
 
 
 def _as_torch(tensor: ir.TensorProtocol) -> Tensor:
-    dtype = TORCH_DTYPES[tensor.dtype]
+    dtype = BY_ONNX[tensor.dtype].torch
     array = np.ascontiguousarray(tensor.numpy())
-    if dtype in _NUMPY_NAMES:
+    if _foreign(dtype) is not None:
         width = np.uint8 if dtype.itemsize == 1 else np.int16
         return torch.from_numpy(array.view(width)).view(dtype)
     return torch.from_numpy(array)

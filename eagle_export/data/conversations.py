@@ -71,15 +71,15 @@ def _from_messages(messages: Any, key: str, where: str) -> Prompt:
     turns: list[str] = []
     system = None
     for place, message in enumerate(messages, start=1):
-        role, said = _message(message, f"{where}, message {place}")
+        role, content = _message(message, f"{where}, message {place}")
         if role == "system":
             if place > 1:
                 raise EagleError(f"{where}, message {place}: a system message can only be the first")
-            system = said
+            system = content
         elif role == "user":
             if place > 1 and _ROLES.get(_role(messages[place - 2])) == "user":
                 raise EagleError(f"{where}, message {place}: two turns of the user in a row")
-            turns.append(said)
+            turns.append(content)
     if not turns:
         raise EagleError(f"{where}: the user says nothing in this conversation")
     return _checked(turns, system, where)
@@ -93,10 +93,12 @@ def _message(message: Any, where: str) -> tuple[str, str]:
     if role is None:
         known = ", ".join(sorted(_ROLES))
         raise EagleError(f"{where}: unknown role {given!r}", hint=f"roles are {known}")
-    said = message.get("content", message.get("value"))
-    if not isinstance(said, str):
-        raise EagleError(f'{where}: expected a text as "content" (or "value"), found {type(said).__name__}')
-    return role, said
+    content = message.get("content", message.get("value"))
+    if not isinstance(content, str):
+        raise EagleError(
+            f'{where}: expected a text as "content" (or "value"), found {type(content).__name__}'
+        )
+    return role, content
 
 
 def _role(message: Mapping[str, Any]) -> str:

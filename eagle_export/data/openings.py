@@ -125,9 +125,9 @@ def read_openings(path: Path | None) -> Openings:
     kept = tuple(section for section in sections if section.lines and section.weight > 0)
     if not kept:
         raise EagleError(f"{where}: no openings in this file", hint="one opening a line, or <free>")
-    found = Openings(kept, lists)
-    _check(found, [*places, *((0, word) for words in lists.values() for word in words)], where)
-    return found
+    openings = Openings(kept, lists)
+    _check(openings, [*places, *((0, word) for words in lists.values() for word in words)], where)
+    return openings
 
 
 def _check(openings: Openings, lines: list[tuple[int, str]], where: Path) -> None:
@@ -138,8 +138,8 @@ def _check(openings: Openings, lines: list[tuple[int, str]], where: Path) -> Non
                     openings.choices(match[1])
             except KeyError:
                 place = f"line {number}" if number else f"in {text!r}"
-                there = ", ".join(openings.lists) or "none"
+                known = ", ".join(openings.lists) or "none"
                 raise EagleError(
                     f"{where}, {place}: no list is called {match[1]!r}",
-                    hint=f"add a line `@{match[1]}: one | two`; there are {there}",
+                    hint=f"add a line `@{match[1]}: one | two`; there are {known}",
                 ) from None

@@ -85,8 +85,10 @@ def _make_data(
         _check_same(before, "settings", {**record, _MAY_GROW: had}, out)
         if settings.self_play < had:
             raise EagleError(
-                f"{out} was made with --self-play {had}; fewer would leave shards of the longer run behind",
-                hint=f"give --self-play {had} or more, or choose another place with --out",
+                f"{out} was made with {had} prompts of the target's own; fewer would leave shards of the "
+                "longer run behind",
+                hint=f"ask for {had} or more, or choose another folder",
+                parameters=["self_play", "out"],
             )
     asked = len(prompts) + settings.self_play
     generator_options = replace(
@@ -137,14 +139,15 @@ def _gather(
     return kept, dropped
 
 
-def _check_same(before: dict[str, Any], part: str, now: dict[str, Any], out: Path) -> None:
-    was = before.get(part, {})
+def _check_same(stored: dict[str, Any], part: str, now: dict[str, Any], out: Path) -> None:
+    was = stored.get(part, {})
     keys = {*was, *now} - {"source"}  # where a target was read from: its sha256 tells which it is
-    if odd := sorted(key for key in keys if was.get(key) != now.get(key)):
-        key, another = odd[0], f"another {part.removesuffix('s')}"
+    if differing := sorted(key for key in keys if was.get(key) != now.get(key)):
+        key, another = differing[0], f"another {part.removesuffix('s')}"
         raise EagleError(
             f"{out} was made with {another}: {key} was {was.get(key)!r}, now it is {now.get(key)!r}",
-            hint="repeat the options of the first run to go on with it, or choose another place with --out",
+            hint="repeat the settings of the first run to go on with it, or choose another folder",
+            parameters=["out"],
         )
 
 

@@ -17,7 +17,7 @@ PROMPTS, SELF_PLAY, TEMPERATURE, OPENING, WRITE, ANSWER, TURNS = range(7)
 
 @dataclass(frozen=True)
 class DataSettings:
-    """The options of `eagle-export data` that the conversations depend on.
+    """Everything that the conversations depend on, beside the target.
 
     prompts, exclude: JSON lines files. self_play: prompts that the target writes itself; turns: most turns of
     such a conversation. openings: a file of forced beginnings, None for the built-in ones. temperatures:
@@ -48,20 +48,28 @@ class DataSettings:
         """Raises UsageError for settings that make no sense together."""
         if not self.prompts and not self.self_play:
             raise UsageError(
-                "nothing to answer: neither --prompts nor --self-play",
-                hint="give prompts with --prompts FILE.jsonl, or let the target write 1000: --self-play 1000",
+                "nothing to answer: no prompts, and none for the target to write itself",
+                hint="give a file of prompts, or let the target write some, such as 1000",
+                parameters=["prompts", "self_play"],
             )
         if not self.self_play and (self.openings is not None or self.turns != 1):
-            raise UsageError("--openings and --turns are for --self-play", hint="add --self-play N")
+            raise UsageError(
+                "openings and turns are for prompts that the target writes itself",
+                hint="let it write some, or leave them out",
+                parameters=["self_play", "openings", "turns"],
+            )
         if 0 < self.prompt_temperature < 1e-6:
             raise UsageError(
-                f"--prompt-temperature {self.prompt_temperature} is neither 0 nor 1e-6 or more", hint="give 0"
+                f"prompt_temperature is {self.prompt_temperature}, expected 0, or 1e-6 and more",
+                hint="give 0",
+                parameters=["prompt_temperature"],
             )
         if self.max_prompt_tokens >= self.max_seq_len:
             raise UsageError(
-                f"--max-prompt-tokens {self.max_prompt_tokens} leaves no room for an answer in "
-                f"--max-seq-len {self.max_seq_len}",
-                hint="give a smaller --max-prompt-tokens or a larger --max-seq-len",
+                f"max_prompt_tokens of {self.max_prompt_tokens} leaves no room for an answer in "
+                f"max_seq_len of {self.max_seq_len}",
+                hint="make the first smaller, or the second larger",
+                parameters=["max_prompt_tokens", "max_seq_len"],
             )
 
     def record(self) -> dict[str, Any]:
@@ -97,8 +105,9 @@ def parse_temperatures(text: str) -> tuple[tuple[float, float], ...]:
         fits = (pair[0] == 0 or 1e-6 <= pair[0] <= 100) and 0 < pair[1] < float("inf")
         if not fits:
             raise UsageError(
-                f"--temperature should be temperatures with their shares, found {part!r} in {text!r}",
-                hint="for example --temperature 0:0.5,0.7:0.25,1.0:0.25",
+                f"temperatures with their shares are expected, found {part!r} in {text!r}",
+                hint="for example 0:0.5,0.7:0.25,1.0:0.25",
+                parameters=["temperatures"],
             )
         pairs.append(pair)
     total = sum(share for _, share in pairs)

@@ -90,9 +90,9 @@ def write_shard(path: Path, part: Part, harvest: Harvest) -> ShardInfo:
     metadata = {"shard": json.dumps(facts, ensure_ascii=False, sort_keys=True)}
     with whole_file(path) as temporary:
         save_file(tensors, temporary, metadata=metadata)
-    found = read_shard(path)
-    assert found is not None
-    return found
+    info = read_shard(path)
+    assert info is not None
+    return info
 
 
 def read_shard(path: Path) -> ShardInfo | None:
@@ -124,7 +124,8 @@ def read_data(folder: Path) -> dict[str, Any] | None:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise EagleError(
                 f"{folder} holds files that are no training data; it is left alone",
-                hint="choose another place with --out, or empty the folder yourself",
+                hint="choose another folder, or empty this one yourself",
+                parameters=["out"],
             )
         return None
     try:

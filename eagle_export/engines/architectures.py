@@ -55,13 +55,14 @@ def capability(arch: str) -> str:
     text = arch.strip().lower()
     named = re.fullmatch(r"(?:sm|sm_)?(\d{1,2})(\d)", text)
     dotted = re.fullmatch(r"(\d{1,2})\.(\d)", text)
-    found = named or dotted
-    if not found:
+    match = named or dotted
+    if not match:
         raise UsageError(
             f"architecture {arch!r}: expected a form like sm89 or 8.9",
             hint=f"TensorRT-RTX compiles for {_list(RTX_CAPABILITIES)}",
+            parameters=["target_arch"],
         )
-    return f"{found[1]}.{found[2]}"
+    return f"{match[1]}.{match[2]}"
 
 
 def arch_name(capability: str) -> str:
@@ -97,46 +98,51 @@ def local_capability() -> str | None:
 def _of_this_machine(arches: Sequence[str]) -> tuple[str, ...]:
     if arches:
         raise UsageError(
-            f"--target-arch {','.join(arches)}: TensorRT compiles only for the GPU of the machine it runs on",
-            hint="leave it out and compile on a machine with that GPU, or use --backend tensorrt-rtx",
+            f"target_arch {','.join(arches)}: TensorRT compiles only for the GPU of the machine it runs on",
+            hint="leave it out and compile on a machine with that GPU, or compile with tensorrt-rtx",
+            parameters=["target_arch", "backend"],
         )
-    found = local_capability()
-    if found is None:
+    local = local_capability()
+    if local is None:
         raise EagleError(
             "TensorRT compiles on the GPU that the engine is for, and no NVIDIA GPU is found here",
-            hint="build with --backend onnxruntime here, copy the bundle to the machine with the GPU and run "
-            "`eagle-export compile BUNDLE --backend tensorrt` there; or use --backend tensorrt-rtx, which "
+            hint="build for onnxruntime here, copy the bundle to the machine with the GPU and run "
+            "`eagle-export compile BUNDLE --backend tensorrt` there; or compile with tensorrt-rtx, which "
             "needs no GPU",
+            parameters=["backend"],
         )
-    return (found,)
+    return (local,)
 
 
 def _rtx_capability(arch: str) -> str:
-    found = capability(arch)
-    if found in RTX_CAPABILITIES:
-        return found
-    if found in _OUTSIDE_RTX:
+    gpu = capability(arch)
+    if gpu in RTX_CAPABILITIES:
+        return gpu
+    if gpu in _OUTSIDE_RTX:
         raise UsageError(
-            f"--target-arch {arch}: TensorRT-RTX does not list {_OUTSIDE_RTX[found]}; it compiles for "
+            f"target_arch {arch}: TensorRT-RTX does not list {_OUTSIDE_RTX[gpu]}; it compiles for "
             f"{_list(RTX_CAPABILITIES)}",
             hint="use plain TensorRT on that machine: `eagle-export compile BUNDLE --backend tensorrt`",
+            parameters=["target_arch"],
         )
     raise UsageError(
-        f"--target-arch {arch}: TensorRT-RTX compiles for {_list(RTX_CAPABILITIES)}",
+        f"target_arch {arch}: TensorRT-RTX compiles for {_list(RTX_CAPABILITIES)}",
         hint="see https://developer.nvidia.com/cuda-gpus for the compute capability of your GPU",
+        parameters=["target_arch"],
     )
 
 
 def _check_precision(precision: str, capabilities: Sequence[str]) -> None:
     least, reason = _LEAST.get(precision, ("0.0", ""))
-    short = [found for found in capabilities if not can_compute(precision, found)]
+    short = [capability for capability in capabilities if not can_compute(precision, capability)]
     if short:
         other = (
             "fp16 or bf16" if precision == "fp8" and _number(min(short, key=_number)) >= (8, 0) else "fp16"
         )
         raise EagleError(
             f"precision {precision} cannot run on {_list(short)}: {reason}",
-            hint=f"use --precision {other}, or compile for {arch_name(least)} and newer",
+            hint=f"build in {other}, or compile for {arch_name(least)} and newer",
+            parameters=["precision", "target_arch"],
         )
 
 

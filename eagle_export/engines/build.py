@@ -54,7 +54,8 @@ def build(library: Library, request: EngineRequest, send: Send) -> Built:
     if request.precision == "fp32" and kinds.get("ATTENTION_INPUT"):
         decompose_attention(library, network)
         warnings.append(_DECOMPOSED)
-    engine = _build(library, request, builder, network, _monitor(trt, Progress(send, len(request.profiles))))
+    monitor = _monitor(trt, PhaseProgress(send, len(request.profiles)))
+    engine = _build(library, request, builder, network, monitor)
     if engine is None:
         raise _failure(library, request, logger.problems)
     del parser  # it owns the weights until here
@@ -68,14 +69,14 @@ def _doubts(
     request: EngineRequest, summaries: Sequence[LayerSummary | None], attentions: int
 ) -> Iterator[str]:
     """What the chosen kernels fall short of, one sentence each."""
-    for profile, found in zip(request.profiles, summaries, strict=True):
-        if found is None:
+    for profile, summary in zip(request.profiles, summaries, strict=True):
+        if summary is None:
             continue
-        mixed = {kind: n for kind, n in found.gemms.items() if "x" in kind and "?" not in kind}
+        mixed = {kind: n for kind, n in summary.gemms.items() if "x" in kind and "?" not in kind}
         if mixed:
             what = ", ".join(f"{count} {kind}" for kind, count in mixed.items())
             yield f"profile {profile.name}: products of operands of two types ({what}): only storage is saved"
-        fused = sum(found.attention.values())
+        fused = sum(summary.attention.values())
         if fused < attentions and request.precision != "fp32":
             yield f"profile {profile.name}: {fused} of {attentions} attention layers have a fused kernel"
 
@@ -115,7 +116,7 @@ def configure(library: Library, request: EngineRequest, builder: Any, network: A
     if library.is_rtx:
         from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
 
-        pairs = [tuple(map(int, found.split("."))) for found in settings.capabilities]
+        pairs = [tuple(map(int, capability.split("."))) for capability in settings.capabilities]
         config = CreateConfigRTX(compute_capabilities=pairs, **options)(builder, network)
     else:
         from polygraphy.backend.trt import CreateConfig
@@ -168,8 +169,8 @@ def _logger(trt: Any, log: LayerLog, send: Send) -> Any:
     return Logger()
 
 
-def _monitor(trt: Any, progress: Progress) -> Any:
-    """The library's own interface to `Progress`."""
+def _monitor(trt: Any, progress: PhaseProgress) -> Any:
+    """The library's own interface to `PhaseProgress`."""
 
     class Monitor(trt.IProgressMonitor):
         def __init__(self) -> None:
@@ -188,7 +189,7 @@ def _monitor(trt: Any, progress: Progress) -> Any:
     return Monitor()
 
 
-class Progress:
+class PhaseProgress:
     """Turns the builder's nested phases into one share of 0 to 1 that never falls, told 4 times a second.
 
     Nearly all time goes into one phase, which has equally many steps for each profile; what comes before and
@@ -234,13 +235,18 @@ class Progress:
 
 def _failure(library: Library, request: EngineRequest, problems: list[str]) -> EagleError:
     """Why there is no engine, from the last errors of the library."""
-    said = "; ".join(problems[-3:]) or "it does not say why"
-    hint = "read its message above; another --precision or fewer --profiles may do"
+    reason = "; ".join(problems[-3:]) or "it does not say why"
+    hint, parameters = "read its message above; another precision or fewer profiles may do", ["profiles"]
     sizes = {tensor.shape[-1] for tensor in request.spec.inputs if tensor.name.startswith("past_")}
-    odd = sorted(size for size in sizes if size not in _FUSING)
-    if odd:  # the library's own message does not always mention attention
+    unfused = sorted(size for size in sizes if size not in _FUSING)
+    if unfused:  # the library's own message does not always mention attention
         hint = (
-            f"most likely it has no fused attention for heads of {odd[0]} values: "
-            f"{', '.join(map(str, _FUSING))} are known to work; use --backend onnxruntime for this model"
+            f"most likely it has no fused attention for heads of {unfused[0]} values: "
+            f"{', '.join(map(str, _FUSING))} are known to work; build for onnxruntime with this model"
         )
-    return EagleError(f"{library.label} cannot compile the {request.graph} graph: {said}", hint=hint)
+        parameters = ["backend"]
+    return EagleError(
+        f"{library.label} cannot compile the {request.graph} graph: {reason}",
+        hint=hint,
+        parameters=parameters,
+    )

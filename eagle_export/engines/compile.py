@@ -30,7 +30,7 @@ def compile_engine(
     on_progress is called a few times a second, from this thread. An error or Ctrl-C ends the compiler's
     process and leaves nothing behind. `command` starts that process.
 
-    Raises UsageError for settings that the backend does not have, and EagleError when the place or the timing
+    Raises UsageError for settings that the backend does not have, and EagleError when engine or timing
     cache cannot be written, the graph cannot be read or lost something when it was read (see
     `network.check_network`), the compiler gives up or crashes, or memory or disk do not suffice.
     """
@@ -38,11 +38,11 @@ def compile_engine(
     if not request.onnx.is_file():
         raise EagleError(f"{request.onnx} does not exist", hint="export it first")
     _check_writable(request)
-    with _unfinished(request.out) as place:
-        result = _run(EngineRequest(**{**vars(request), "out": place}), on_progress, command)
-        place.replace(request.out)
+    with _unfinished(request.out) as temporary:
+        result = _run(EngineRequest(**{**vars(request), "out": temporary}), on_progress, command)
+        temporary.replace(request.out)
     summaries = [
-        None if found is None else LayerSummary.model_validate(found) for found in result["summaries"]
+        None if summary is None else LayerSummary.model_validate(summary) for summary in result["summaries"]
     ]
     profiles = zip(request.profiles, summaries, strict=True)
     settings, kinds = request.settings, result["kinds"]
@@ -125,8 +125,8 @@ def _explain(
     """Why there is no result."""
     kind = (error or {}).get("kind")
     if error is not None and kind is None:
-        return EagleError(error["message"], hint=error["hint"])
-    said = f"; its last words: {log[-1]}" if log else ""
+        return EagleError(error["message"], hint=error["hint"], parameters=error["parameters"])
+    last_words = f"; its last words: {log[-1]}" if log else ""
     if kind == "disk":
         return EagleError(
             f"{request.out.parent}: no space is left to write the engine",
@@ -136,7 +136,7 @@ def _explain(
         needed = weight_bytes(request.onnx) * _MEMORY_PER_WEIGHT_BYTE + 5e8
         return EagleError(
             f"the compiler was ended while it compiled the {request.graph} graph, most likely because memory "
-            f"ran out: about {needed / 1e9:.1f} GB are needed{said}",
+            f"ran out: about {needed / 1e9:.1f} GB are needed{last_words}",
             hint="close other programs, add swap, or compile on a machine with more memory "
             "(tensorrt-rtx needs no GPU)",
         )
@@ -147,12 +147,13 @@ def _explain(
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         return EagleError(
-            f"{request.backend} crashed ({name}) while it compiled the {request.graph} graph{said}",
-            hint="this is a fault of the library; another version or other --profiles may do. "
+            f"{request.backend} crashed ({name}) while it compiled the {request.graph} graph{last_words}",
+            hint="this is a fault of the library; another version or other profiles may do. "
             f"Please report it with this: {stderr or 'nothing on stderr'}",
+            parameters=["profiles"],
         )
     return EagleError(
-        f"the compiler of the {request.graph} graph ended with exit code {code} and no engine{said}",
+        f"the compiler of the {request.graph} graph ended with exit code {code} and no engine{last_words}",
         hint=stderr or "it printed nothing; please report it",
     )
 
@@ -167,7 +168,7 @@ def _tail(stderr: IO[bytes]) -> str:
 def _check_writable(request: EngineRequest) -> None:
     """Before minutes of compiling: can the engine and the timing cache be written where they should go?"""
     cache = request.settings.timing_cache
-    for path, flag in ((request.out, "--out"), (cache, "--timing-cache")):
+    for path, parameter in ((request.out, "out"), (cache, "timing_cache")):
         if path is None:
             continue
         try:
@@ -179,15 +180,16 @@ def _check_writable(request: EngineRequest) -> None:
         except OSError as error:
             raise EagleError(
                 f"{path} cannot be written: {error.strerror or error}",
-                hint=f"make the folder writable for this user, or choose another place with {flag}",
+                hint="make the folder writable for this user, or choose another",
+                parameters=[parameter],
             ) from error
 
 
 @contextlib.contextmanager
 def _unfinished(out: Path) -> Iterator[Path]:
-    """A place beside `out` to write to, empty again afterwards."""
-    place = out.with_name(f".{out.name}.{os.getpid()}.part")
+    """A file beside `out` to write to, gone again afterwards."""
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
-        yield place
+        yield temporary
     finally:
-        place.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

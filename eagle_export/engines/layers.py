@@ -76,11 +76,11 @@ class LayerLog:
 
 def parse_layers(lines: Iterable[str]) -> Iterable[Layer]:
     """Layers of a list, each with the profile of its subgraph."""
-    found = [line for line in map(str.strip, lines) if line.startswith("Name: ") and "LayerType: " in line]
+    listed = [line for line in map(str.strip, lines) if line.startswith("Name: ") and "LayerType: " in line]
     marks: dict[str, set[int]] = defaultdict(set)
-    for line in found:
+    for line in listed:
         marks[_group(line)] |= {int(number) for number in _PROFILE.findall(line)}
-    for line in found:
+    for line in listed:
         group = _group(line)
         profile = min(marks[group], default=0) if len(marks[group]) <= 1 else None
         sections = re.search(r"Inputs: \[(.*?)\], Constants: \[(.*?)\], Outputs: \[", line)
@@ -99,9 +99,9 @@ def parse_layers(lines: Iterable[str]) -> Iterable[Layer]:
 def _group(line: str) -> str:
     """The compiled subgraph of a layer; layers outside of one go by their profile's mark."""
     name = line.partition(", LayerType: ")[0]
-    found = re.search(r"_(myl\d+)_\d+$", name)
-    if found:
-        return found[1]
+    match = re.search(r"_(myl\d+)_\d+$", name)
+    if match:
+        return match[1]
     mark = _PROFILE.search(line)
     return mark[0] if mark else ""
 
@@ -115,14 +115,14 @@ def _tensors(text: str) -> tuple[Tensor, ...]:
 
 def _scratch(lines: Iterable[str]) -> dict[int, int]:
     """Scratch bytes by profile: the most that one layer takes, since they follow each other."""
-    found: dict[int, int] = {}
+    most: dict[int, int] = {}
     for line in lines:
         amount = re.search(r"Scratch Memory: (\d+) bytes", line)
         if amount and line.lstrip().startswith("Layer: "):
             mark = _PROFILE.search(line)
             profile = int(mark[1]) if mark else 0
-            found[profile] = max(found.get(profile, 0), int(amount[1]))
-    return found
+            most[profile] = max(most.get(profile, 0), int(amount[1]))
+    return most
 
 
 def _summary(layers: Sequence[Layer], matmuls: Collection[str], scratch: int) -> LayerSummary:
@@ -144,8 +144,8 @@ def _products(layers: Sequence[Layer], matmuls: Collection[str]) -> list[Layer]:
             if node in matmuls:
                 holders[node].append(layer)
     chosen = {}
-    for found in holders.values():
-        best = min(found, key=lambda layer: (layer.kind != "gemm", _weight(layer) is None))
+    for candidates in holders.values():
+        best = min(candidates, key=lambda layer: (layer.kind != "gemm", _weight(layer) is None))
         chosen[best.name] = best
     return list(chosen.values())
 

@@ -107,14 +107,15 @@ def _parser_error(library: Library, path: Path, errors: list[Any]) -> EagleError
 def _check_signature(network: Any, path: Path, spec: GraphSpec) -> None:
     inputs = [network.get_input(i) for i in range(network.num_inputs)]
     outputs = [network.get_output(i) for i in range(network.num_outputs)]
-    for side, tensors, wanted in (("inputs", inputs, spec.inputs), ("outputs", outputs, spec.outputs)):
-        found = [(tensor.name, tensor.dtype.name, tuple(tensor.shape)) for tensor in tensors]
-        expected = [(tensor.name, *declared(tensor)) for tensor in wanted]
-        if found != expected:
-            odd = [pair for pair in zip(found, expected, strict=False) if pair[0] != pair[1]]
-            detail = f"{odd[0][0]} instead of {odd[0][1]}" if odd else "some are missing or too many"
+    for side, tensors, specs in (("inputs", inputs, spec.inputs), ("outputs", outputs, spec.outputs)):
+        parsed = [(tensor.name, tensor.dtype.name, tuple(tensor.shape)) for tensor in tensors]
+        expected = [(tensor.name, *declared(tensor)) for tensor in specs]
+        if parsed != expected:
+            pairs = zip(parsed, expected, strict=False)
+            wrong = [f"{mine} instead of {theirs}" for mine, theirs in pairs if mine != theirs]
+            detail = wrong[0] if wrong else "some are missing or too many"
             raise EagleError(
-                f"{path}: the compiler sees {len(found)} {side}, expected {len(expected)}; {detail}",
+                f"{path}: the compiler sees {len(parsed)} {side}, expected {len(expected)}; {detail}",
                 hint=_REPORT,
             )
 

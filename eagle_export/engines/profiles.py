@@ -52,24 +52,26 @@ def choose_profiles(
         raise UsageError(
             f"profiles should be of {', '.join(PROFILE_NAMES)}, found {', '.join(unknown)}",
             hint="leave them out to have all that a graph can use",
+            parameters=["profiles"],
         )
     if graph == "fuse":
         return (_fuse(limits, tree),)
     usable = {"target": ("prefill", "verify", "plain"), "draft": ("prefill", "draft")}[graph]
     if tree is None:
         usable = ("prefill", "plain")
-    wanted = tuple(name for name in usable if name in (names or usable))
-    if wanted == ("plain",):
+    chosen = tuple(name for name in usable if name in (names or usable))
+    if chosen == ("plain",):
         raise UsageError(
             "the profile plain holds one row only, so it cannot serve prompts",
             hint="add prefill or verify to the profiles",
+            parameters=["profiles"],
         )
     alone = 2 if precision == "fp8" else 1  # rows of plain decoding: see ModelRunner
-    return _cached(graph, limits, tree, wanted or usable[-1:], alone)
+    return _cached(graph, limits, tree, chosen or usable[-1:], alone)
 
 
 def _cached(
-    graph: str, limits: Limits, tree: TreeDefaults | None, wanted: Sequence[str], alone: int
+    graph: str, limits: Limits, tree: TreeDefaults | None, chosen: Sequence[str], alone: int
 ) -> tuple[EngineProfile, ...]:
     """Profiles of a graph with a KV cache."""
     rows = limits.cache_rows if graph == "target" else limits.draft_cache_rows
@@ -80,17 +82,17 @@ def _cached(
     chunk, tuned, nodes = limits.prefill_chunk, *_tree_rows(graph, limits, tree)
     few = "verify" if graph == "target" else "draft"
     prefill: dict[Axis, AxisRange] = {"T": _range(chunk, chunk), "R": _range(1, 1)}
-    if few not in wanted and tree is not None:  # then prefill serves trees as well
+    if few not in chosen and tree is not None:  # then prefill serves trees as well
         prefill = {"T": _range(chunk, max(chunk, nodes)), "R": _range(1, nodes)}
     made: dict[str, dict[Axis, AxisRange]] = {
         "prefill": prefill,
         few: {
-            "T": _range(tuned, nodes if "prefill" in wanted else max(chunk, nodes)),
+            "T": _range(tuned, nodes if "prefill" in chosen else max(chunk, nodes)),
             "R": _range(tuned, nodes),
         },
         "plain": {axis: AxisRange(min=alone, opt=alone, max=alone) for axis in ("T", "R")},
     }
-    return tuple(EngineProfile(name=name, axes={**shared, **made[name]}) for name in wanted)
+    return tuple(EngineProfile(name=name, axes={**shared, **made[name]}) for name in chosen)
 
 
 def _tree_rows(graph: str, limits: Limits, tree: TreeDefaults | None) -> tuple[int, int]:

@@ -38,12 +38,19 @@ class EngineSettings:
         if self.hardware_compatibility not in COMPATIBILITIES:
             raise UsageError(
                 f"hardware compatibility should be one of {', '.join(COMPATIBILITIES)}, found "
-                f"{self.hardware_compatibility!r}"
+                f"{self.hardware_compatibility!r}",
+                parameters=["hardware_compatibility"],
             )
         if self.optimization_level is not None and not 0 <= self.optimization_level <= 5:
-            raise UsageError(f"the optimization level should be 0 to 5, found {self.optimization_level}")
+            raise UsageError(
+                f"the optimization level should be 0 to 5, found {self.optimization_level}",
+                parameters=["optimization_level"],
+            )
         if self.workspace_mib is not None and self.workspace_mib < 1:
-            raise UsageError(f"the workspace should be at least 1 MiB, found {self.workspace_mib}")
+            raise UsageError(
+                f"the workspace should be at least 1 MiB, found {self.workspace_mib}",
+                parameters=["workspace"],
+            )
         if not self.capabilities:
             raise UsageError("an engine is for at least one compute capability")
         if backend == "tensorrt-rtx" and (
@@ -53,6 +60,7 @@ class EngineSettings:
                 "hardware compatibility, version compatibility and a timing cache are for TensorRT; "
                 "a TensorRT-RTX engine is finished on the GPU it runs on",
                 hint="leave them out; the architectures say which GPUs the engine is for",
+                parameters=["hardware_compatibility", "version_compatible", "timing_cache", "target_arch"],
             )
 
 

@@ -43,7 +43,7 @@ def main() -> None:
     try:
         send({"result": compile_request(EngineRequest.from_json(json.load(sys.stdin)), send)})
     except EagleError as error:
-        send({"error": {"message": error.message, "hint": error.hint}})
+        send({"error": {"message": error.message, "hint": error.hint, "parameters": error.parameters}})
     except MemoryError:
         send({"error": {"kind": "memory"}})
     except OSError as error:
@@ -76,7 +76,9 @@ def compile_request(request: EngineRequest, send: Send) -> dict[str, Any]:
         "peak_memory_bytes": peak_memory_bytes(),
         "library_version": library.label,
         "kinds": built.kinds,
-        "summaries": [None if found is None else found.model_dump(mode="json") for found in built.summaries],
+        "summaries": [
+            None if summary is None else summary.model_dump(mode="json") for summary in built.summaries
+        ],
         "warnings": built.warnings,
     }
 

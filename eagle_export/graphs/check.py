@@ -45,15 +45,15 @@ def check_file(path: Path, spec: GraphSpec | None = None) -> None:
 
 def _check_data(path: Path, model: Any) -> None:
     for tensor in model.graph.initializer:
-        place = {entry.key: entry.value for entry in tensor.external_data}
-        if not place:
+        external = {entry.key: entry.value for entry in tensor.external_data}
+        if not external:
             continue
-        data = path.parent / place["location"]
-        needed = int(place.get("offset", 0)) + int(place.get("length", 0))
-        found = data.stat().st_size if data.is_file() else 0
-        if found < needed:
+        data = path.parent / external["location"]
+        needed = int(external.get("offset", 0)) + int(external.get("length", 0))
+        size = data.stat().st_size if data.is_file() else 0
+        if size < needed:
             raise EagleError(
-                f"{data}: expected at least {needed} bytes (for {tensor.name}), found {found}",
+                f"{data}: expected at least {needed} bytes (for {tensor.name}), found {size}",
                 hint="the weights beside the graph are missing or cut short; export it again",
             )
 
@@ -107,21 +107,21 @@ def _check_signature(path: Path, model: Any, spec: GraphSpec) -> None:
         ("inputs", model.graph.input, spec.inputs),
         ("outputs", model.graph.output, spec.outputs),
     ):
-        found = []
+        stored = []
         for value in values:
             tensor = value.type.tensor_type
             dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type).name
             shape = tuple(dim.dim_param or dim.dim_value for dim in tensor.shape.dim)
-            found.append((value.name, dtype, shape))
+            stored.append((value.name, dtype, shape))
         expected = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
-        if found != expected:
+        if stored != expected:
             wrong = [
                 f"{have} instead of {want}"
-                for have, want in zip(found, expected, strict=False)
+                for have, want in zip(stored, expected, strict=False)
                 if have != want
             ]
             raise EagleError(
-                f"{path}: {len(found)} {kind}, expected {len(expected)}; "
+                f"{path}: {len(stored)} {kind}, expected {len(expected)}; "
                 f"{wrong[0] if wrong else 'some are missing or too many'}",
                 hint=_AGAIN,
             )

@@ -19,6 +19,7 @@ from eagle_export.graphs.links import Links
 from eagle_export.graphs.translation import TRANSLATION
 from eagle_export.models.ops import OPSET
 from eagle_run.bundle.tensors import GraphSpec, TensorSpec
+from eagle_run.dtypes import BY_ONNX, DTYPES
 from eagle_run.errors import EagleError, first_line
 
 DynamicAxes = Mapping[str, Mapping[int, str]]
@@ -109,7 +110,7 @@ def example_inputs(spec: GraphSpec, device: torch.device) -> dict[str, Tensor]:
     return {
         tensor.name: torch.zeros(
             [sizes[size] if isinstance(size, str) else size for size in tensor.shape],
-            dtype=getattr(torch, tensor.dtype),
+            dtype=DTYPES[tensor.dtype].torch,
             device=device,
         )
         for tensor in spec.inputs
@@ -146,7 +147,8 @@ def _trace(module: nn.Module, inputs: Mapping[str, Tensor], dynamic: DynamicAxes
                 cause = cause.__cause__
             raise EagleError(
                 f"the {name} graph could not be traced: {type(cause).__name__}: {first_line(cause)}",
-                hint="run with --debug for the whole trace",
+                hint="the whole trace is in this error's cause",
+                parameters=["debug"],
             ) from error
 
 
@@ -206,4 +208,4 @@ def _quiet() -> Iterator[None]:
 
 def _spec(value: Any) -> TensorSpec:
     shape = tuple(dim if isinstance(dim, int) else str(dim.value) for dim in value.shape)
-    return TensorSpec(name=value.name, dtype=passes.TORCH_NAMES[value.dtype], shape=shape)
+    return TensorSpec(name=value.name, dtype=BY_ONNX[value.dtype].name, shape=shape)

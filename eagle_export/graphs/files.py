@@ -10,7 +10,8 @@ import onnx
 import onnx_ir as ir
 
 from eagle_export.checkpoints.stored import StoredTensor
-from eagle_export.checkpoints.weight_stream import TORCH_DTYPES, Streamed
+from eagle_export.checkpoints.weight_stream import Streamed
+from eagle_run.dtypes import BY_ONNX
 from eagle_run.errors import EagleError
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def load(path: Path) -> ir.Model:
         for value in graph.initializers.values():
             tensor = value.const_value
             if isinstance(tensor, ir.ExternalTensor):
-                dtype = TORCH_DTYPES[tensor.dtype]
+                dtype = BY_ONNX[tensor.dtype].torch
                 stored = StoredTensor(
                     path.parent / tensor.location,
                     tensor.name,
@@ -79,10 +80,10 @@ def load(path: Path) -> ir.Model:
 def data_files(path: Path) -> list[Path]:
     """The files that the graph at `path` has its weights in, by name."""
     model = onnx.load(path, load_external_data=False)
-    places = {
+    names = {
         entry.value
         for tensor in model.graph.initializer
         for entry in tensor.external_data
         if entry.key == "location"
     }
-    return [path.parent / place for place in sorted(places)]
+    return [path.parent / name for name in sorted(names)]

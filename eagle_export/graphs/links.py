@@ -14,9 +14,9 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from eagle_export.checkpoints.stored import SMALLEST_LINK, Place
+from eagle_export.checkpoints.stored import SMALLEST_LINK, FileRange
 from eagle_export.checkpoints.weight_stream import Streamed
-from eagle_export.place import no_link
+from eagle_export.output_folder import no_link
 from eagle_run.bundle.hashing import file_sha256, remember_sha256
 
 
@@ -44,33 +44,33 @@ class Links:
 
     def take(self, value: ir.Value) -> bool:
         """Whether an initializer stays where it is."""
-        return self._place(value) is not None
+        return self._file_range(value) is not None
 
     def external(self, value: ir.Value, folder: Path) -> ir.ExternalTensor:
         """The initializer as a reference to its file, which is linked into `folder` unless it is already."""
-        place, tensor = self._place(value), value.const_value
-        assert place is not None
+        stored, tensor = self._file_range(value), value.const_value
+        assert stored is not None
         assert tensor is not None
-        name = self.names[place.file.parent] + place.file.name
-        link(place.file, folder / name)
+        name = self.names[stored.file.parent] + stored.file.name
+        link(stored.file, folder / name)
         return ir.ExternalTensor(
             name,
-            place.offset,
-            place.length,
+            stored.offset,
+            stored.length,
             tensor.dtype,
             shape=tensor.shape,
             name=value.name or "",
             base_dir=folder,
         )
 
-    def _place(self, value: ir.Value) -> Place | None:
+    def _file_range(self, value: ir.Value) -> FileRange | None:
         tensor = value.const_value
         if not isinstance(tensor, Streamed) or (value.name or "").removesuffix(".weight") in self.written:
             return None
-        place = tensor.place
-        if place is None or place.length < SMALLEST_LINK or place.file.parent not in self.names:
+        stored = tensor.file_range
+        if stored is None or stored.length < SMALLEST_LINK or stored.file.parent not in self.names:
             return None
-        return place
+        return stored
 
 
 def link(source: Path, name: Path) -> None:

@@ -15,18 +15,11 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from eagle_export.checkpoints.weight_stream import TORCH_DTYPES, Streamed, Weight, bind, stream
+from eagle_export.checkpoints.weight_stream import Streamed, Weight, bind, stream
+from eagle_run.dtypes import BY_ONNX
 from eagle_run.errors import EagleError
 
 _SCOPES = "pkg.torch.onnx.name_scopes"  # where the exporter notes the modules around a node, outermost first
-
-TORCH_NAMES = {
-    ir.DataType.FLOAT: "float32",
-    ir.DataType.FLOAT16: "float16",
-    ir.DataType.BFLOAT16: "bfloat16",
-    ir.DataType.INT64: "int64",
-    ir.DataType.BOOL: "bool",
-}
 
 
 def clean(
@@ -103,10 +96,12 @@ def name_signature(
             [dim if isinstance(dim, int) else sizes.get(str(dim), str(dim)) for dim in _shape(value)]
         )
     for value in (*graph.inputs, *graph.outputs):
-        odd = [dim for dim in _shape(value) if not isinstance(dim, int) and str(dim) not in sizes.values()]
-        if odd:
+        unknown = [
+            dim for dim in _shape(value) if not isinstance(dim, int) and str(dim) not in sizes.values()
+        ]
+        if unknown:
             raise EagleError(
-                f"{value.name} has sizes {odd}, expected constants or {sorted(set(sizes.values()))}"
+                f"{value.name} has sizes {unknown}, expected constants or {sorted(set(sizes.values()))}"
             )
 
 
@@ -123,9 +118,9 @@ def constant_reshapes(model: ir.Model) -> None:
         source, result = node.inputs[0].shape, node.outputs[0].shape
         if source is None or result is None:
             continue
-        wanted = [_copied_size(source, axis, dim) for axis, dim in enumerate(result)]
-        shape = tuple(size for size in wanted if size is not None)
-        if len(shape) < len(wanted):
+        copied = [_copied_size(source, axis, dim) for axis, dim in enumerate(result)]
+        shape = tuple(size for size in copied if size is not None)
+        if len(shape) < len(copied):
             continue
         if shape not in shapes:
             name = "shape_" + "_".join(map(str, shape))
@@ -180,7 +175,7 @@ def _merge(model: ir.Model, rows: ir.Value, nodes: Sequence[ir.Node]) -> None:
 
     parts = [part for tensor in tensors for part in stream(tensor).parts]
     name = "+".join(weight.name for weight in weights)
-    joined = register(model, Streamed(name, parts, TORCH_DTYPES[dtype]))
+    joined = register(model, Streamed(name, parts, BY_ONNX[dtype].torch))
     key = "widths_" + "_".join(map(str, widths))
     sizes = model.graph.initializers.get(key) or _initializer(model, key, np.array(widths, np.int64))
     scope = _joined_scope([_scope(node) for node in nodes])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from eagle_run.bundle.tensors import GraphSpec, TensorSpec
+from eagle_run.dtypes import dtype_of
 
 if TYPE_CHECKING:
     from eagle_export.models.head import Draft, Fuse
@@ -16,7 +17,7 @@ Shape = tuple[int | str, ...]
 def target_spec(module: TargetModule, cache_rows: int) -> GraphSpec:
     """The signature of the target graph with caches of `cache_rows` rows."""
     dims = module.dims
-    dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+    dtype = dtype_of(next(module.parameters()).dtype).name
     inputs = (
         TensorSpec("input_ids", "int64", ("B", "T")),
         TensorSpec("position_ids", "int64", ("B", "T")),
@@ -34,7 +35,7 @@ def target_spec(module: TargetModule, cache_rows: int) -> GraphSpec:
 
 def fuse_spec(fuse: Fuse) -> GraphSpec:
     """The signature of the fuse graph."""
-    dtype = str(fuse.fc.weight.dtype).removeprefix("torch.")
+    dtype = dtype_of(fuse.fc.weight.dtype).name
     features = TensorSpec("features", dtype, ("B", "T", fuse.spec.feature_width))
     hidden = TensorSpec("hidden", dtype, ("B", "T", fuse.spec.hidden_size))
     return GraphSpec("fuse", (features,), (hidden,))
@@ -43,7 +44,7 @@ def fuse_spec(fuse: Fuse) -> GraphSpec:
 def draft_spec(draft: Draft, cache_rows: int) -> GraphSpec:
     """The signature of the draft graph with caches of `cache_rows` rows."""
     sizes = draft.spec
-    dtype = str(draft.lm_head.weight.dtype).removeprefix("torch.")
+    dtype = dtype_of(draft.lm_head.weight.dtype).name
     inputs = (
         TensorSpec("input_ids", "int64", ("B", "T")),
         TensorSpec("hidden", dtype, ("B", "T", sizes.hidden_size)),

@@ -12,9 +12,10 @@ import torch
 from onnxscript.values import Opset
 
 from eagle_export.models import ops
+from eagle_run.dtypes import DTYPES
 
 _op = Opset("", ops.OPSET)
-_ONNX_FLOAT = 1  # onnx.TensorProto.FLOAT
+_ONNX_FLOAT = DTYPES["float32"].onnx
 
 
 def _onnx_attention(q: Any, k: Any, v: Any, mask: Any) -> Any:

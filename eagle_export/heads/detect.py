@@ -35,29 +35,30 @@ def detect_dialect(config: Config, tensor_names: Iterable[str]) -> str:
 
     Raises EagleError for what none of them reads.
     """
-    there = set(tensor_names)
-    _refuse_other_kinds(config, there)
+    tensors = set(tensor_names)
+    _refuse_other_kinds(config, tensors)
     if any(config.get(key) for key in speculators.KEYS):
         return "speculators"
-    if names.numbers_its_first_layer(there):
+    if names.numbers_its_first_layer(tensors):
         return "modelopt"
-    if names.is_eagle3(there):
+    if names.is_eagle3(tensors):
         architectures = config.get("architectures")
         named = architectures if isinstance(architectures, list) else []
         flagged = any(config.get(key) for key in (*specforge.FLAGS, specforge.IDS, "eagle_config"))
         return "specforge" if flagged or any(str(a).endswith("LMEagle3") for a in named) else "safeai"
-    if any(name.startswith("layers.0.") for name in there) and "fc.weight" in there:
+    if any(name.startswith("layers.0.") for name in tensors) and "fc.weight" in tensors:
         return "safeai"
-    found = ", ".join(sorted(there)[:4]) or "none"
+    found = ", ".join(sorted(tensors)[:4]) or "none"
     raise EagleError(
         f"this is not an EAGLE head: neither midlayer.* (EAGLE-3) nor fc.weight and layers.0.* (EAGLE-1) "
-        f"among its {len(there)} tensors (found {found}{', ...' if len(there) > 4 else ''})",
-        hint="--head wants the folder of a head, not of a target",
+        f"among its {len(tensors)} tensors (found {found}{', ...' if len(tensors) > 4 else ''})",
+        hint="give the folder of a head, not of a target",
+        parameters=["head"],
     )
 
 
-def _refuse_other_kinds(config: Config, there: set[str]) -> None:
-    kind = next((kind for part, kind in _OTHER_KINDS.items() if any(part in name for name in there)), None)
+def _refuse_other_kinds(config: Config, tensors: set[str]) -> None:
+    kind = next((kind for part, kind in _OTHER_KINDS.items() if any(part in name for name in tensors)), None)
     if config.get("dflash_config") or config.get("block_size"):
         kind = kind or "a DFlash head"
     if kind is not None:
@@ -65,5 +66,5 @@ def _refuse_other_kinds(config: Config, there: set[str]) -> None:
     if config.get("quantization_config"):
         raise EagleError(
             "config.json of the head has quantization_config: quantised heads are not read",
-            hint="use the checkpoint that is not quantised; --precision fp8 quantises on export",
+            hint="use the checkpoint that is not quantised; a build in fp8 quantises on export",
         )

@@ -17,6 +17,7 @@ from eagle_export.heads import names, safeai
 from eagle_export.heads.detect import DIALECTS, detect_dialect
 from eagle_export.heads.settings import UNSAID, HeadSettings
 from eagle_export.heads.spec import Config, HeadSpec, TargetSizes, Tensors, expected_shapes, raw_last
+from eagle_run.dtypes import dtype_of
 from eagle_run.errors import EagleError, first_line
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -38,11 +39,11 @@ class LoadedHead:
     settings: HeadSettings = UNSAID
 
 
-def load_head(folder: Path, target: TargetSizes, said: HeadSettings = UNSAID) -> LoadedHead:
+def load_head(folder: Path, target: TargetSizes, settings: HeadSettings = UNSAID) -> LoadedHead:
     """Read a head (config.json and model.safetensors or pytorch_model.bin, whole or in shards).
 
-    `said` overrides what the checkpoint says of itself, or leaves to defaults. Raises EagleError when files
-    are missing or damaged, tensors are missing, left over, misshapen or not finite, a flag cannot be
+    `settings` override what the checkpoint says of itself, or leaves to defaults. Raises EagleError when
+    files are missing or damaged, tensors are missing, left over, misshapen or not finite, a flag cannot be
     honoured, the vocabulary map is broken, or the head is of another target.
     """
     folder = Path(folder)
@@ -52,12 +53,12 @@ def load_head(folder: Path, target: TargetSizes, said: HeadSettings = UNSAID) ->
     )
     spec, tensors = DIALECTS[detect_dialect(config, tensors)](config, tensors, target)
     offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    spec = said.apply(_in_our_numbers(spec, target.layers))
+    spec = settings.apply(_in_our_numbers(spec, target.layers))
     _check_target(spec, target)
     _check_layers(spec, target, tensors)
     _check_tensors(spec, tensors)
     draft_to_target = _vocabulary_map(spec, offsets, mask)
-    return LoadedHead(folder, spec, tensors, draft_to_target, said)
+    return LoadedHead(folder, spec, tensors, draft_to_target, settings)
 
 
 def _read_config(folder: Path) -> Config:
@@ -98,10 +99,11 @@ def _kind_of(loaded: object) -> str:
 
 
 def _check_target(spec: HeadSpec, target: TargetSizes) -> None:
-    wanted = spec.target_hidden_size if spec.has_fuse else spec.hidden_size
-    if wanted != target.hidden_size:
+    expected = spec.target_hidden_size if spec.has_fuse else spec.hidden_size
+    if expected != target.hidden_size:
         raise EagleError(
-            f"the head was made for a target with hidden size {wanted}, this target has {target.hidden_size}",
+            f"the head was made for a target with hidden size {expected}, this target has "
+            f"{target.hidden_size}",
             hint="a head works only with the target it was trained on",
         )
     if spec.vocab_size != target.vocab_size:
@@ -136,7 +138,8 @@ def _check_layers(spec: HeadSpec, target: TargetSizes, tensors: Tensors) -> None
             kind = "an EAGLE-1 head" if spec.algorithm == "eagle1" else "a head without fc"
             raise EagleError(
                 f"layer ids {list(ids)} for {kind}: it takes the last hidden state only, [{layers}]",
-                hint="leave out --head-layer-ids, or layer_ids in the recipe",
+                hint="leave the layer ids out, or layer_ids in the recipe",
+                parameters=["head_layer_ids"],
             )
         return
     last = raw_last(layers)
@@ -145,15 +148,17 @@ def _check_layers(spec: HeadSpec, target: TargetSizes, tensors: Tensors) -> None
             f"layer ids {list(ids)} do not fit a target of {layers} layers: ascending numbers from 0 to "
             f"{last} are expected, where {layers} is the output of the final norm and {last} what that norm "
             "reads",
-            hint="where the head names none they are 2, L//2 and L-3; `eagle-export build` takes others with "
-            "--head-layer-ids, as indices into Transformers' hidden_states",
+            hint="where the head names none they are 2, L//2 and L-3; a build takes others, as indices into "
+            "Transformers' hidden_states",
+            parameters=["head_layer_ids"],
         )
     width = tensors["fc.weight"].shape[-1] if "fc.weight" in tensors else spec.feature_width
     if width != spec.feature_width:
         raise EagleError(
             f"fc.weight of the head takes {width} features, which is not {len(ids)} layers {list(ids)} of "
             f"hidden size {target.hidden_size} ({spec.feature_width})",
-            hint="use the head of this target; `eagle-export build` takes other layers with --head-layer-ids",
+            hint="use the head of this target; a build takes other layers where the head says them wrongly",
+            parameters=["head_layer_ids"],
         )
 
 
@@ -179,7 +184,7 @@ def _check_tensors(spec: HeadSpec, tensors: Tensors) -> None:
             )
         if tensor.dtype not in FLOATS:
             raise EagleError(
-                f"{name} of the head is {str(tensor.dtype).removeprefix('torch.')}; float32, float16 or "
+                f"{name} of the head is {dtype_of(tensor.dtype).name}; float32, float16 or "
                 "bfloat16 is expected",
                 hint="use the checkpoint that is not quantised",
             )
@@ -200,7 +205,7 @@ def _vocabulary_map(spec: HeadSpec, offsets: Tensor | None, mask: Tensor | None)
         raise safeai.missing(["d2t"], f"the draft vocabulary has {size} of {vocab} tokens")
     if offsets.dtype.is_floating_point or offsets.dtype == torch.bool or tuple(offsets.shape) != (size,):
         raise EagleError(
-            f"d2t of the head is {str(offsets.dtype).removeprefix('torch.')}{list(offsets.shape)}; "
+            f"d2t of the head is {dtype_of(offsets.dtype).name}{list(offsets.shape)}; "
             f"whole numbers [{size}] are expected",
             hint="d2t holds one offset (target id minus draft id) for each row of lm_head",
         )

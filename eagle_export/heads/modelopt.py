@@ -16,7 +16,7 @@ def read(config: Config, tensors: Tensors, target: TargetSizes) -> tuple[HeadSpe
     `use_aux_hidden_state: false` (nvidia/gpt-oss-120b-Eagle3-v2) is a head without fc whose only feature is
     the target's last hidden state after the final norm; layer ids beside it mean nothing, as in vLLM. RoPE
     is as written, and what is written by default is a YaRN scaling for inference that the head was not
-    trained with: `--head-set rope_scaling=none` reads it as trained.
+    trained with: the setting rope_scaling=none reads it as trained.
     """
     tensors = names.with_midlayer(tensors)
     return specforge.flagged(config, tensors, target, dialect="modelopt"), tensors

@@ -18,19 +18,19 @@ _FIRST = "layers.0."
 
 def canonical(tensors: Mapping[str, T]) -> dict[str, T]:
     """Without prefixes, buffers and copies that mean nothing. Raises EagleError for a name twice."""
-    found: dict[str, T] = {}
+    renamed: dict[str, T] = {}
     for name, tensor in tensors.items():
         short = name.removeprefix("model.")
         short = _RENAMED.get(short, short)
         if short in _UNUSED or short.endswith(_BUFFER):
             continue
-        if short in found:
+        if short in renamed:
             raise EagleError(
                 f"the head's checkpoint holds {short} twice, once as {name}",
                 hint="remove one of them; a file that two tools wrote to may mix two heads",
             )
-        found[short] = tensor
-    return found
+        renamed[short] = tensor
+    return renamed
 
 
 def is_eagle3(names: Iterable[str]) -> bool:

@@ -1,4 +1,4 @@
-"""What overrides a head's own config.json: `--head-layer-ids`, `--head-set`, recipes."""
+"""What overrides a head's own config.json: a caller's layer ids and settings, and those of recipes."""
 
 from __future__ import annotations
 
@@ -43,17 +43,18 @@ class HeadSettings:
             changes["feature_layers"] = changes.pop("layer_ids")
         if "rope_scaling" in changes:
             changes["rope_scaling"] = {}
-        if spec.algorithm == "eagle1" and (odd := sorted(set(changes) & set(SWITCHES))):
+        if spec.algorithm == "eagle1" and (switches := sorted(set(changes) & set(SWITCHES))):
             raise EagleError(
-                f"{odd[0]} is set for an EAGLE-1 head, which has no such norm",
-                hint=f"leave out --head-set {odd[0]}=...",
+                f"{switches[0]} is set for an EAGLE-1 head, which has no such norm",
+                hint="leave that setting out",
+                parameters=["head_set"],
             )
         return replace(spec, **changes)
 
     def texts(self) -> tuple[str, ...]:
-        """NAME=VALUE of everything that is set but for the layers, as `--head-set` takes it."""
-        said = self._said()
-        return tuple(f"{name}={_written(value)}" for name, value in said.items() if name != "layer_ids")
+        """NAME=VALUE of everything that is set but for the layers, as `parse_settings` reads it."""
+        values = self._said()
+        return tuple(f"{name}={_written(value)}" for name, value in values.items() if name != "layer_ids")
 
     def _said(self) -> dict[str, Any]:
         return {f.name: said for f in fields(self) if (said := getattr(self, f.name)) is not None}
@@ -65,31 +66,35 @@ NAMES = (*SWITCHES, "rope_theta", "rope_scaling")
 
 
 def parse_settings(texts: Iterable[str]) -> HeadSettings:
-    """NAME=VALUE of `--head-set`. Raises UsageError for an unknown name, a wrong value, a name twice."""
-    found: dict[str, bool | float | str] = {}
+    """Settings from NAME=VALUE texts. Raises UsageError for an unknown name, a wrong value, a name twice."""
+    values: dict[str, bool | float | str] = {}
     for text in texts:
         name, _, value = (part.strip() for part in text.partition("="))
         if name not in NAMES:
             raise UsageError(
-                f"--head-set knows {', '.join(NAMES)}; found {text!r}",
-                hint="for example --head-set norm_output=false",
+                f"a setting of a head should be NAME=VALUE with one of {', '.join(NAMES)}; found {text!r}",
+                hint="for example norm_output=false",
+                parameters=["head_set"],
             )
-        if name in found:
-            raise UsageError(f"--head-set gives {name} twice")
-        found[name] = _parsed(name, value)
-    return HeadSettings(**found)  # type: ignore[arg-type]
+        if name in values:
+            raise UsageError(f"{name} of the head is set twice", parameters=["head_set"])
+        values[name] = _parsed(name, value)
+    return HeadSettings(**values)  # type: ignore[arg-type]
 
 
 def _parsed(name: str, value: str) -> bool | float | str:
     if name in SWITCHES:
         if value.lower() not in _SWITCHES:
-            raise UsageError(f"--head-set {name} should be true or false, found {value!r}")
+            raise UsageError(
+                f"{name} of the head should be true or false, found {value!r}", parameters=["head_set"]
+            )
         return _SWITCHES[value.lower()]
     if name == "rope_scaling":
         if value.lower() != NO_SCALING:
             raise UsageError(
-                f"--head-set rope_scaling can only be {NO_SCALING}, found {value!r}",
+                f"rope_scaling of the head can only be {NO_SCALING}, found {value!r}",
                 hint="another scaling belongs into the head's config.json",
+                parameters=["head_set"],
             )
         return NO_SCALING
     try:
@@ -97,7 +102,9 @@ def _parsed(name: str, value: str) -> bool | float | str:
     except ValueError:
         number = 0.0
     if not 0 < number < float("inf"):
-        raise UsageError(f"--head-set {name} should be a positive number, found {value!r}")
+        raise UsageError(
+            f"{name} of the head should be a positive number, found {value!r}", parameters=["head_set"]
+        )
     return number
 
 

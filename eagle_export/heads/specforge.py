@@ -34,7 +34,7 @@ def read(config: Config, tensors: Tensors, target: TargetSizes) -> tuple[HeadSpe
     Flags may stand at the top level or inside `eagle_config`. `norm_output` means what EAGLE-3.1, vLLM and
     SGLang mean: the draft is fed its own output after `norm`. (SpecForge before its pull request 879 meant
     the norm in front of lm_head by it, which every head has; nothing in a file tells the two apart.
-    `--head-set norm_output=false` reads such a head, and `eagle-export verify` notices which one it is.)
+    The setting norm_output=false reads such a head, and `eagle-export verify` notices which one it is.)
     """
     return flagged(config, tensors, target, dialect="specforge"), tensors
 
@@ -84,14 +84,14 @@ def switch(config: Config, key: str, *, default: bool = False) -> bool:
 
 def _flag(config: Config, nested: Config, key: str) -> bool:
     """A flag that may stand in two places. Raises EagleError where they contradict each other."""
-    said = [switch(place, key) for place in (config, nested) if place.get(key) is not None]
-    if len(set(said)) > 1:
+    values = [switch(section, key) for section in (config, nested) if section.get(key) is not None]
+    if len(set(values)) > 1:
         raise EagleError(
-            f"config.json of the head: {key} is {str(said[0]).lower()} at the top level and "
-            f"{str(said[1]).lower()} in eagle_config",
+            f"config.json of the head: {key} is {str(values[0]).lower()} at the top level and "
+            f"{str(values[1]).lower()} in eagle_config",
             hint="remove the one that is wrong",
         )
-    return any(said)
+    return any(values)
 
 
 def feature_layers(config: Config, nested: Config) -> tuple[int, ...] | None:

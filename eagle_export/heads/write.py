@@ -13,9 +13,8 @@ from torch import Tensor
 from eagle_export.files import whole_file
 from eagle_export.heads.spec import HeadSpec, default_feature_layers, expected_shapes
 from eagle_export.heads.specforge import FLAGS, IDS
+from eagle_run.dtypes import dtype_of
 from eagle_run.errors import EagleError
-
-_TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 def write_head(
@@ -37,22 +36,24 @@ def write_head(
     from safetensors.torch import save_file
 
     shapes = expected_shapes(spec)
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if found != shapes:
-        wrong = sorted(name for name in found.keys() | shapes.keys() if found.get(name) != shapes.get(name))
+    own_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if own_shapes != shapes:
+        names = own_shapes.keys() | shapes.keys()
+        wrong = sorted(name for name in names if own_shapes.get(name) != shapes.get(name))
         first = wrong[0]
         raise EagleError(
             f"the head's tensors do not fit its spec: {', '.join(wrong)} ({first}: found "
-            f"{found.get(first, 'none')}, expected {shapes.get(first, 'none')})",
+            f"{own_shapes.get(first, 'none')}, expected {shapes.get(first, 'none')})",
             hint="write exactly the tensors of heads.spec.expected_shapes(spec)",
         )
     stored = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
     broken = sorted(name for name, tensor in stored.items() if not torch.isfinite(tensor).all())
     if broken:
         raise EagleError(
-            f"{', '.join(broken)} of the head cannot be stored as {_TYPES[dtype]}: values out of range or "
-            "not numbers",
-            hint="train with a lower --lr",
+            f"{', '.join(broken)} of the head cannot be stored as {dtype_of(dtype).name}: values out of "
+            "range or not numbers",
+            hint="train with a lower learning rate",
+            parameters=["lr"],
         )
     if spec.algorithm == "eagle3" and spec.draft_vocab_size < spec.vocab_size:
         assert draft_to_target is not None
@@ -88,7 +89,7 @@ def head_config(
         "max_position_embeddings": spec.max_positions,
         "vocab_size": spec.vocab_size,
         **(special or {}),
-        "torch_dtype": _TYPES[dtype],
+        "torch_dtype": dtype_of(dtype).name,
         "tie_word_embeddings": False,
     }
     if spec.rope_scaling:

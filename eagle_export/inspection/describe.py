@@ -112,11 +112,11 @@ def _precision_facts(
         return
     same, kl = 100 * accuracy["top1_agreement"], accuracy["kl"]
     yield "accuracy", f"{same:.1f}% of the most likely tokens are float32's, KL {kl:.2g} nats"
-    now, before = accuracy["perplexity"], accuracy["reference_perplexity"]
-    yield "", f"perplexity {now:.2f} (float32: {before:.2f})"
+    own, reference = accuracy["perplexity"], accuracy["reference_perplexity"]
+    yield "", f"perplexity {own:.2f} (float32: {reference:.2f})"
     if accuracy["tokens_per_round"] is not None:
-        now, before = accuracy["tokens_per_round"], accuracy["reference_tokens_per_round"]
-        yield "", f"{now:.2f} tokens per round (float32: {before:.2f})"
+        own, reference = accuracy["tokens_per_round"], accuracy["reference_tokens_per_round"]
+        yield "", f"{own:.2f} tokens per round (float32: {reference:.2f})"
     runner = {"onnxruntime": "ONNX Runtime", "eager": "PyTorch"}[accuracy["backend"]]
     yield "", f"over {accuracy['tokens']} tokens of {accuracy['prompts']} prompts and answers, in {runner}"
 

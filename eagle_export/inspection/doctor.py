@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from eagle_export.checkpoints import weights
 from eagle_export.engines.architectures import arch_name, can_compute, check_architectures
 from eagle_export.inspection.describe import size
-from eagle_export.place import free_space
+from eagle_export.output_folder import free_space
 from eagle_export.reference import recipe
 from eagle_run.backends.library import find_library
 from eagle_run.bundle.engine_backends import MODULES
@@ -78,7 +78,7 @@ def diagnose() -> list[Check]:
 
 
 def to_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
-    """For `doctor --json`."""
+    """As plain data, for scripts."""
     return [asdict(check) for check in checks]
 
 
@@ -93,11 +93,11 @@ def render(checks: Sequence[Check]) -> RenderableType:
         table.add_column(column, overflow="fold")
     shown = None
     for check in checks:
-        found = Text(check.detail)
+        detail = Text(check.detail)
         if check.hint:
-            found.append(f"\n{check.hint}", style="dim")
+            detail.append(f"\n{check.hint}", style="dim")
         group = check.group if check.group != shown else ""
-        table.add_row(group, check.name, Text(check.status, style=style[check.status]), found)
+        table.add_row(group, check.name, Text(check.status, style=style[check.status]), detail)
         shown = check.group
     return table
 
@@ -119,21 +119,25 @@ def find_gpus() -> list[Gpu]:
 
 
 def _python() -> Check:
-    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
-    return Check("library", "python", "ok", found)
+    version = (
+        f"{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
+    )
+    return Check("library", "python", "ok", version)
 
 
 def _library(name: str) -> Check:
     try:
-        found = importlib.metadata.version(name)
+        installed = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         if name == "onnxruntime" and importlib.util.find_spec(name):  # onnxruntime-gpu has the same module
             return Check("library", name, "ok", f"{importlib.import_module(name).__version__} (GPU package)")
         return Check("library", name, "missing", "not installed", f"pip install {name}")
-    wanted = _wanted(name)
-    if wanted.contains(found, prereleases=True):
-        return Check("library", name, "ok", found)
-    return Check("library", name, "warn", f"{found}, but {wanted} is wanted", f"pip install '{name}{wanted}'")
+    required = _wanted(name)
+    if required.contains(installed, prereleases=True):
+        return Check("library", name, "ok", installed)
+    return Check(
+        "library", name, "warn", f"{installed}, but {required} is wanted", f"pip install '{name}{required}'"
+    )
 
 
 def _wanted(name: str) -> SpecifierSet:
@@ -153,10 +157,10 @@ def _compiler(name: str, module: str, extra: str) -> Check:
     if importlib.util.find_spec(module) is None:
         return Check("library", name, "missing", "not installed (optional)", hint)
     try:
-        found = str(importlib.import_module(module).__version__)
+        version = str(importlib.import_module(module).__version__)
     except Exception as error:  # a broken installation fails in many ways: missing libraries, wrong CUDA
         return Check("library", name, "warn", f"installed but cannot be imported: {error}", hint)
-    return Check("library", name, "ok", found)
+    return Check("library", name, "ok", version)
 
 
 def _gpu(gpus: Sequence[Gpu]) -> Check:
@@ -165,46 +169,46 @@ def _gpu(gpus: Sequence[Gpu]) -> Check:
     if not gpus:
         hint = "optional; on a machine with an NVIDIA GPU install its driver"
         return Check("machine", "GPU", "missing", "no NVIDIA GPU, or no driver (nvidia-smi finds none)", hint)
-    found = "; ".join(
+    shown = "; ".join(
         f"{g.name}, {g.memory}, compute capability {g.compute_capability}, driver {g.driver}" for g in gpus
     )
     if not torch.cuda.is_available():
         built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
         hint = "install a torch build for CUDA that this driver supports"
-        return Check("machine", "GPU", "warn", f"{found}; but torch ({built}) cannot use it", hint)
-    return Check("machine", "GPU", "ok", f"{found}; torch with CUDA {torch.version.cuda}")
+        return Check("machine", "GPU", "warn", f"{shown}; but torch ({built}) cannot use it", hint)
+    return Check("machine", "GPU", "ok", f"{shown}; torch with CUDA {torch.version.cuda}")
 
 
 def _memory() -> Check:
     import psutil
 
     memory = psutil.virtual_memory()
-    found = f"{size(memory.total)}, {size(memory.available)} free"
+    detail = f"{size(memory.total)}, {size(memory.available)} free"
     if memory.available < _ROOM:
         return Check(
-            "machine", "memory", "warn", found, f"the demo wants {size(_ROOM)}; close other programs"
+            "machine", "memory", "warn", detail, f"the demo wants {size(_ROOM)}; close other programs"
         )
-    return Check("machine", "memory", "ok", found)
+    return Check("machine", "memory", "ok", detail)
 
 
 def _disk(name: str, folder: Path) -> Check:
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = free_space(folder)
-    found = f"{size(free)} free at {folder}"
-    if not os.access(there, os.W_OK):
-        return Check("machine", name, "warn", f"{there} is not writable", "make it writable for this user")
+    detail = f"{size(free)} free at {folder}"
+    if not os.access(existing, os.W_OK):
+        return Check("machine", name, "warn", f"{existing} is not writable", "make it writable for this user")
     if free < _ROOM:
-        return Check("machine", name, "warn", found, f"the demo wants {size(_ROOM)}; free some space")
-    return Check("machine", name, "ok", found)
+        return Check("machine", name, "warn", detail, f"the demo wants {size(_ROOM)}; free some space")
+    return Check("machine", name, "ok", detail)
 
 
 def _demo_weights() -> Check:
     source = recipe.load_recipe(_DEMO).target
     try:
-        found = weights.find_gguf(str(source.package), str(source.version), str(source.file))
+        file = weights.find_gguf(str(source.package), str(source.version), str(source.file))
     except EagleError as error:
         return Check("demo", "demo weights", "missing", error.message, error.hint)
-    return Check("demo", "demo weights", "ok", str(found))
+    return Check("demo", "demo weights", "ok", str(file))
 
 
 def _backends(gpus: Sequence[Gpu]) -> list[Check]:
@@ -235,7 +239,7 @@ def _compile(backend: str) -> Check:
 
 def _by_precision(capabilities: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     for precision in ("fp16", "bf16", "fp8"):
-        fitting = [found for found in capabilities if can_compute(precision, found)]
+        fitting = [capability for capability in capabilities if can_compute(precision, capability)]
         if fitting:
             yield precision, fitting
 
@@ -257,8 +261,8 @@ def _provider(provider: str) -> Need:
             import onnxruntime
         except ImportError as error:
             return f"onnxruntime cannot be imported: {error}", hint
-        there = onnxruntime.get_available_providers()
-        return None if provider in there else (f"this onnxruntime has no {provider}", hint)
+        providers = onnxruntime.get_available_providers()
+        return None if provider in providers else (f"this onnxruntime has no {provider}", hint)
 
     return lack
 

@@ -36,12 +36,12 @@ class Family:
 
     def replacements(self) -> dict[str, Replacement]:
         """By name in the module that defines the family's classes."""
-        found = {
+        functions = {
             f"{self.prefix}RMSNorm.forward": self.norm,
             f"{self.prefix}RotaryEmbedding.forward": self.rope,
             **dict(self.more),
         }
-        return found if self.rotary is None else {**found, self.rotary: native.apply_rotary}
+        return functions if self.rotary is None else {**functions, self.rotary: native.apply_rotary}
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,8 @@ def check_family(config: Any, max_seq_len: int) -> None:
         raise EagleError(
             f"max_seq_len is {max_seq_len}, but this target knows only "
             f"{config.max_position_embeddings} positions",
-            hint=f"use --max-seq-len {config.max_position_embeddings} or less",
+            hint=f"use {config.max_position_embeddings} or less",
+            parameters=["max_seq_len"],
         )
 
 
@@ -235,7 +236,8 @@ def _check_rope(config: Any, family: Family, rope: dict[str, Any], max_seq_len: 
         raise EagleError(
             f"{family.title} target with 'longrope' scaling: beyond {original} tokens its frequencies "
             f"change, but a graph needs fixed ones, and max_seq_len is {max_seq_len}",
-            hint=f"use --max-seq-len {original} or less",
+            hint=f"use {original} or less",
+            parameters=["max_seq_len"],
         )
     raise EagleError(
         f"{family.title} target with {kind!r} rotary scaling: its frequencies change with the length "

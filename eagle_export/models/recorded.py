@@ -72,7 +72,7 @@ class Computed:
     make: Callable[[], Tensor]
     shape: tuple[int, ...]
     dtype: torch.dtype
-    place = None
+    file_range = None
 
     def rows(self, start: int, stop: int) -> Tensor:
         return self.load()[start:stop]
@@ -90,17 +90,17 @@ class Joined:
     stacked: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
-    place = None
+    file_range = None
 
     def rows(self, start: int, stop: int) -> Tensor:
         out = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
         at = 0
         for part in self.parts:
             if self.dim > 0:  # rows of the whole are rows of each part
-                found = part.rows(start, stop)
-                found = found.unsqueeze(self.dim) if self.stacked else found
-                out.narrow(self.dim, at, found.shape[self.dim]).copy_(found)
-                at += found.shape[self.dim]
+                piece = part.rows(start, stop)
+                piece = piece.unsqueeze(self.dim) if self.stacked else piece
+                out.narrow(self.dim, at, piece.shape[self.dim]).copy_(piece)
+                at += piece.shape[self.dim]
                 continue
             size = 1 if self.stacked else part.shape[0]
             first, last = max(start, at), min(stop, at + size)

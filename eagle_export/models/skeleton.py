@@ -26,13 +26,13 @@ def load_recorded(folder: Path, dtype: torch.dtype) -> Any:
     files = _files(folder)
     if not files:
         return load_target(folder, dtype)
-    given = read_checkpoint(folder)
-    found: Mapping[str, Weight]
-    if given is not None:
-        found = given.weights(dtype)
+    checkpoint = read_checkpoint(folder)
+    stored: Mapping[str, Weight]
+    if checkpoint is not None:
+        stored = checkpoint.weights(dtype)
     else:
-        found = {name: tensor for file in files for name, tensor in stored_tensors(file).items()}
-    return load_tensors(folder, {name: Recorded(weight) for name, weight in found.items()}, dtype)
+        stored = {name: tensor for file in files for name, tensor in stored_tensors(file).items()}
+    return load_tensors(folder, {name: Recorded(weight) for name, weight in stored.items()}, dtype)
 
 
 def hollow(module: nn.Module) -> dict[str, Weight]:

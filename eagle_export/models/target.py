@@ -64,10 +64,10 @@ def load_target(folder: Path, dtype: torch.dtype) -> Any:
     from eagle_export.checkpoints.fp8_checkpoint import read_checkpoint
 
     weights.model_files(folder)  # says better than Transformers which file is not there
-    given = read_checkpoint(folder)
-    if given is not None:
-        found = given.weights(dtype)
-        return load_tensors(folder, {name: weight.load() for name, weight in found.items()}, dtype)
+    checkpoint = read_checkpoint(folder)
+    if checkpoint is not None:
+        stored = checkpoint.weights(dtype)
+        return load_tensors(folder, {name: weight.load() for name, weight in stored.items()}, dtype)
 
     def load(options: dict[str, Any]) -> Any:
         return AutoModelForCausalLM.from_pretrained(folder, config=_text_config(folder), **options)
@@ -155,7 +155,8 @@ class TargetModule(nn.Module):
             raise EagleError(
                 f"feature layers {list(self.feature_layers)} do not fit a target with {self.dims.layers} "
                 f"layers: expected ascending indices from 0 to {last}",
-                hint="`eagle-export build` takes others with --head-layer-ids",
+                hint="a build takes others",
+                parameters=["head_layer_ids"],
             )
         self._one_mask = family_of(model.config).masks == "one"
         self._spans = layer_spans(model.config)

@@ -22,7 +22,7 @@ from eagle_export.pipeline.plan import Plan, estimate_plan, fit, make_plan
 from eagle_export.pipeline.quantization import Quantization, check_fp8, find_quantization
 from eagle_export.pipeline.resume import build_identity, recall_graph, record_graph
 from eagle_export.pipeline.writer import BundleWriter
-from eagle_export.progress import Report, peak_memory_bytes
+from eagle_export.progress import Progress, peak_memory_bytes
 from eagle_run.backends.library import find_library
 from eagle_run.bundle.loading import TOKENIZER, Bundle
 from eagle_run.bundle.manifest import Limits
@@ -49,7 +49,7 @@ class Built:
     peak_memory_bytes: int
 
 
-def build(options: BuildOptions, report: Report) -> Built:
+def build(options: BuildOptions, progress: Progress) -> Built:
     """Builds a bundle at `options.out` (default bundles/<recipe>-<head>).
 
     Raises UsageError for options that make no sense and EagleError for everything else that can be wrong,
@@ -57,8 +57,8 @@ def build(options: BuildOptions, report: Report) -> Built:
     goes on with what was finished. An existing bundle stays as it was.
     """
     options.check()
-    plan = _plan(options, report)
-    with report.step("identify the weights"):
+    plan = _plan(options, progress)
+    with progress.step("identify the weights"):
         identity = build_identity(plan, "build")
     with BundleWriter(
         plan.out,
@@ -66,21 +66,21 @@ def build(options: BuildOptions, report: Report) -> Built:
         identity=identity,
         check=plan.unchanged,
         fresh=options.fresh,
-        note=report.note,
+        note=progress.note,
     ) as writer:
-        with report.step("write vocabulary map and tokenizer"):  # first: a tokenizer may be no good
+        with progress.step("write vocabulary map and tokenizer"):  # first: a tokenizer may be no good
             writer.copy_tokenizer(plan.target.folder)
             head = head_info(plan, writer)
         quantization = None
         if plan.precision == "fp8":
-            quantization = find_quantization(plan, writer.folder / TOKENIZER, report, writer.journal)
-        specs = _export(plan, quantization, writer.file("onnx/target.onnx").parent, report, writer.journal)
+            quantization = find_quantization(plan, writer.folder / TOKENIZER, progress, writer.journal)
+        specs = _export(plan, quantization, writer.file("onnx/target.onnx").parent, progress, writer.journal)
         _add_graphs(writer, specs, plan.precision, _links(plan))
         writer.keep()  # whatever fails now, the input was good
-        accuracy = _find_accuracy(plan, writer, report) if plan.measure else None
+        accuracy = _find_accuracy(plan, writer, progress) if plan.measure else None
         if plan.engine.compiles:
-            compile_graphs(writer, plan.limits, plan.tree, plan.engine, report)
-        with report.step("write the manifest"):
+            compile_graphs(writer, plan.limits, plan.tree, plan.engine, progress)
+        with progress.step("write the manifest"):
             bundle = writer.finish(
                 target=target_info(plan),
                 head=head,
@@ -88,14 +88,14 @@ def build(options: BuildOptions, report: Report) -> Built:
                 tree=plan.tree,
                 stop_token_ids=stop_tokens(plan, writer.folder),
                 build={
-                    "seconds": round(report.total_seconds(), 2),
+                    "seconds": round(progress.total_seconds(), 2),
                     "peak_memory_bytes": peak_memory_bytes(),
                     "versions": library_versions(),
                 },
                 quantization=None if quantization is None else quantization_info(plan, quantization, writer),
                 accuracy=accuracy,
             )
-    return Built(bundle, dict(report.seconds), report.total_seconds(), peak_memory_bytes())
+    return Built(bundle, dict(progress.seconds), progress.total_seconds(), peak_memory_bytes())
 
 
 def plan_only(options: BuildOptions) -> Estimate:
@@ -109,21 +109,21 @@ def plan_only(options: BuildOptions) -> Estimate:
     return estimate_plan(plan)
 
 
-def export_only(options: BuildOptions, report: Report) -> Path:
+def export_only(options: BuildOptions, progress: Progress) -> Path:
     """Writes the graphs alone (and the head's vocabulary map) into the new or empty folder `options.out`."""
     options.check()
-    plan = _plan(options, report)
-    with report.step("identify the weights"):
+    plan = _plan(options, progress)
+    with progress.step("identify the weights"):
         identity = build_identity(plan, "export")
     with BundleWriter(
-        plan.out, identity=identity, check=plan.unchanged, fresh=options.fresh, note=report.note
+        plan.out, identity=identity, check=plan.unchanged, fresh=options.fresh, note=progress.note
     ) as writer:
         quantization = None
         if plan.precision == "fp8":
             writer.copy_tokenizer(plan.target.folder)
-            quantization = find_quantization(plan, writer.folder / TOKENIZER, report, writer.journal)
+            quantization = find_quantization(plan, writer.folder / TOKENIZER, progress, writer.journal)
             shutil.rmtree(writer.folder / TOKENIZER)
-        _export(plan, quantization, writer.folder, report, writer.journal)
+        _export(plan, quantization, writer.folder, progress, writer.journal)
         if plan.loaded is not None and not same_vocabulary(plan.loaded):
             writer.write_vocab_map(plan.loaded.draft_to_target)
         writer.journal.publish(plan.out, ())
@@ -131,7 +131,7 @@ def export_only(options: BuildOptions, report: Report) -> Path:
 
 
 def _export(
-    plan: Plan, quantization: Quantization | None, folder: Path, report: Report, journal: Partial
+    plan: Plan, quantization: Quantization | None, folder: Path, progress: Progress, journal: Partial
 ) -> dict[str, GraphSpec]:
     """Writes the graphs that are not there yet and checks them all. Weights are read as they are written."""
     from eagle_export.graphs.files import data_files
@@ -145,22 +145,22 @@ def _export(
     if len(specs) < len(names):
         from eagle_export.reference.modules import DTYPES, load_hollow
 
-        with report.step("read the headers of the weights"):
+        with progress.step("read the headers of the weights"):
             modules = load_hollow(plan.target, plan.loaded, DTYPES[plan.dtype], plan.limits.max_seq_len)
         for name in names:
             if name not in specs:
                 specs[name] = export_graph(
-                    name, modules, plan.limits, folder, report, quantization=quantization, links=links
+                    name, modules, plan.limits, folder, progress, quantization=quantization, links=links
                 )
                 file = folder / f"{name}.onnx"
                 record_graph(journal, specs[name], [file, *data_files(file)], quantization)
-    with report.step("check the graphs"):
+    with progress.step("check the graphs"):
         check_graphs(folder, specs)
     files = {file for name in names for file in data_files(folder / f"{name}.onnx")}
     if links is not None and not any(links.origin(file.name) for file in files):
-        report.note(f"note: nothing is linked: the checkpoint holds no large weight in {plan.dtype}")
+        progress.note(f"note: nothing is linked: the checkpoint holds no large weight in {plan.dtype}")
     if quantization is not None and (along := quantization.kept_along):
-        report.note(f"note: {len(along)} layers share a product with one kept in 16 bit: {along[0]}, …")
+        progress.note(f"note: {len(along)} layers share a product with one kept in 16 bit: {along[0]}, …")
     return {name: specs[name] for name in names}
 
 
@@ -169,7 +169,7 @@ def export_graph(
     modules: Modules,
     limits: Limits,
     folder: Path,
-    report: Report,
+    progress: Progress,
     *,
     quantization: Quantization | None = None,
     links: Links | None = None,
@@ -186,7 +186,7 @@ def export_graph(
     if links is not None:
         quantized = {} if quantization is None else quantization.chosen.inputs.get(name, {})
         options["links"] = links.writing(quantized)
-    with report.step(f"export {name}"):
+    with progress.step(f"export {name}"):
         if name == "target":
             return export_target(modules.target, path, cache_rows=limits.cache_rows, **options)
         if name == "fuse":
@@ -204,7 +204,7 @@ def check_graphs(folder: Path, specs: dict[str, GraphSpec]) -> None:
         check_file(folder / f"{name}.onnx", spec)
 
 
-def measure_accuracy(plan: Plan, folder: Path, report: Report) -> AccuracyInfo | None:
+def measure_accuracy(plan: Plan, folder: Path, progress: Progress) -> AccuracyInfo | None:
     """The graphs in `folder`/onnx against the same weights in float32, on a few of our own prompts.
 
     None for fp32, which is its own reference, and where no CPU runtime computes the precision.
@@ -216,9 +216,9 @@ def measure_accuracy(plan: Plan, folder: Path, report: Report) -> AccuracyInfo |
     if plan.precision == "fp32":
         return None
     if plan.precision == "fp8" and plan.dtype == "bf16":
-        report.note("note: nothing on a CPU runs fp8 with a bf16 base; its accuracy is not measured")
+        progress.note("note: nothing on a CPU runs fp8 with a bf16 base; its accuracy is not measured")
         return None
-    with report.step("load the weights in fp32"):
+    with progress.step("load the weights in fp32"):
         reference = load_modules(plan.target, plan.loaded, DTYPES["fp32"], plan.limits.max_seq_len)
         own = reference
         if plan.precision == "bf16":
@@ -234,33 +234,33 @@ def measure_accuracy(plan: Plan, folder: Path, report: Report) -> AccuracyInfo |
         max_tokens=_MEASURED[1],
     )
     shape = None if plan.tree is None else plan.tree.shape()
-    return measure(graphs, reference, requests, report, limits=plan.limits, tree=shape, backend=backend)
+    return measure(graphs, reference, requests, progress, limits=plan.limits, tree=shape, backend=backend)
 
 
-def _find_accuracy(plan: Plan, writer: BundleWriter, report: Report) -> AccuracyInfo | None:
+def _find_accuracy(plan: Plan, writer: BundleWriter, progress: Progress) -> AccuracyInfo | None:
     """What was measured now, or in a run that was interrupted later."""
     step, key = "measure the accuracy", None if plan.tree is None else plan.tree.model_dump()
-    if (found := writer.journal.recall(step, key)) is not None:
-        return AccuracyInfo.model_validate(found.facts)
-    accuracy = measure_accuracy(plan, writer.folder, report)
+    if (recalled := writer.journal.recall(step, key)) is not None:
+        return AccuracyInfo.model_validate(recalled.facts)
+    accuracy = measure_accuracy(plan, writer.folder, progress)
     if accuracy is not None:
         writer.journal.record(step, facts=accuracy.model_dump(mode="json"), key=key)
     return accuracy
 
 
-def _plan(options: BuildOptions, report: Report) -> Plan:
+def _plan(options: BuildOptions, progress: Progress) -> Plan:
     """The checked plan; says what a user should know before it costs time."""
     if options.engine.compiles:
         find_library(options.engine.backend)
-    with report.step("find the weights"):
+    with progress.step("find the weights"):
         plan = make_plan(options)
         check_fp8(plan)
     plan, needed, notes = fit(plan)
-    report.note(needed.line())
+    progress.note(needed.line())
     for note in notes:
-        report.note(note)
+        progress.note(note)
     if plan.dtype == "bf16":
-        report.note("note: ONNX Runtime computes bf16 on GPUs only; on a CPU this bundle will not load")
+        progress.note("note: ONNX Runtime computes bf16 on GPUs only; on a CPU this bundle will not load")
     return plan
 
 

@@ -14,14 +14,14 @@ from eagle_export.engines.architectures import arch_name, check_architectures
 from eagle_export.engines.compile import compile_engine
 from eagle_export.engines.profiles import choose_profiles
 from eagle_export.engines.request import EngineRequest, EngineSettings
+from eagle_export.output_folder import check_writable, free_space
 from eagle_export.pipeline.estimate import estimate, memory_here
 from eagle_export.pipeline.options import EngineOptions
-from eagle_export.pipeline.partial import space_of
+from eagle_export.pipeline.partial import partial_bytes
 from eagle_export.pipeline.resume import tool_identity
 from eagle_export.pipeline.sizes import weigh_bundle
 from eagle_export.pipeline.writer import BundleWriter
-from eagle_export.place import check_writable, free_space
-from eagle_export.progress import Report
+from eagle_export.progress import Progress
 from eagle_run.backends.library import Library, find_library
 from eagle_run.bundle.loading import Bundle, load_bundle
 from eagle_run.bundle.manifest import Artifact, Limits, TreeDefaults
@@ -30,7 +30,7 @@ from eagle_run.errors import EagleError, UsageError
 
 
 def compile_bundle(
-    path: Path, options: EngineOptions, report: Report, *, out: Path | None = None, fresh: bool = False
+    path: Path, options: EngineOptions, progress: Progress, *, out: Path | None = None, fresh: bool = False
 ) -> Bundle:
     """Compiles every ONNX graph of the bundle at `path` and returns the bundle with the engines.
 
@@ -43,38 +43,42 @@ def compile_bundle(
     if out is not None:
         _check_out(out, path)
     check_writable(out or path)
-    with report.step("read the bundle"):
+    with progress.step("read the bundle"):
         bundle = load_bundle(path)
     manifest = bundle.manifest
     graphs = _onnx(manifest.artifacts)
     if not graphs:
-        there = ", ".join(sorted({artifact.backend for artifact in manifest.artifacts}))
+        backends = ", ".join(sorted({artifact.backend for artifact in manifest.artifacts}))
         raise EagleError(
-            f"{path}: no ONNX graphs to compile, only {there}",
+            f"{path}: no ONNX graphs to compile, only {backends}",
             hint="build it again from the weights with `eagle-export build`",
         )
     options.check(graphs[0].precision)
     find_library(options.backend)
     capabilities = check_architectures(options.backend, graphs[0].precision, options.target_arch)
     for note in _check_room(bundle, graphs, options, out):
-        report.note(note)
+        progress.note(note)
 
     def replaced(artifact: Artifact) -> bool:
         return artifact.backend == options.backend and artifact.compute_capabilities == capabilities
 
     identity = {"command": "compile", "bundle": manifest.model_dump(mode="json"), "tool": tool_identity()}
     with BundleWriter(
-        out or path, force=out is None, identity=identity, fresh=fresh, note=report.note
+        out or path, force=out is None, identity=identity, fresh=fresh, note=progress.note
     ) as writer:
         writer.adopt(bundle, without=replaced)
         writer.keep()
-        compile_graphs(writer, manifest.limits, manifest.tree, options, report)
-        with report.step("write the manifest"):
+        compile_graphs(writer, manifest.limits, manifest.tree, options, progress)
+        with progress.step("write the manifest"):
             return writer.finish_like(manifest)
 
 
 def compile_graphs(
-    writer: BundleWriter, limits: Limits, tree: TreeDefaults | None, options: EngineOptions, report: Report
+    writer: BundleWriter,
+    limits: Limits,
+    tree: TreeDefaults | None,
+    options: EngineOptions,
+    progress: Progress,
 ) -> None:
     """Compiles every ONNX graph that `writer` has, and adds the engines to it."""
     library = find_library(options.backend)
@@ -99,7 +103,7 @@ def compile_graphs(
                 timing_cache=options.timing_cache,
             ),
         )
-        compiled = _compile(writer, graph, request, library, report)
+        compiled = _compile(writer, graph, request, library, progress)
         writer.add_artifact(
             graph.graph,
             options.backend,  # type: ignore[arg-type]
@@ -111,7 +115,7 @@ def compile_graphs(
 
 
 def _compile(
-    writer: BundleWriter, graph: Artifact, request: EngineRequest, library: Library, report: Report
+    writer: BundleWriter, graph: Artifact, request: EngineRequest, library: Library, progress: Progress
 ) -> dict[str, Any]:
     """What the manifest says of an engine: one that is compiled now, or was in a run that ended early."""
     step = f"compile {graph.graph} for {' '.join(map(arch_name, request.settings.capabilities))}"
@@ -122,17 +126,17 @@ def _compile(
         "profiles": [profile.model_dump(mode="json") for profile in request.profiles],
         "settings": asdict(settings),
     }
-    if (found := writer.journal.recall(step, key)) is not None:
-        engine = EngineInfo.model_validate_json(json.dumps(found.facts["engine"]))
-        return found.facts | {"engine": engine}
-    with report.bar(step) as update:
-        done = compile_engine(request, update)
-    for warning in done.warnings:
-        report.note(f"note: {warning}")
-    facts = {"library_version": done.library_version, "compute_capabilities": done.capabilities}
+    if (recalled := writer.journal.recall(step, key)) is not None:
+        engine = EngineInfo.model_validate_json(json.dumps(recalled.facts["engine"]))
+        return recalled.facts | {"engine": engine}
+    with progress.bar(step) as update:
+        compiled = compile_engine(request, update)
+    for warning in compiled.warnings:
+        progress.note(f"note: {warning}")
+    facts = {"library_version": compiled.library_version, "compute_capabilities": compiled.capabilities}
     file = request.out.relative_to(writer.folder).as_posix()
-    writer.journal.record(step, [file], {**facts, "engine": done.info.model_dump(mode="json")}, key)
-    return {**facts, "engine": done.info}
+    writer.journal.record(step, [file], {**facts, "engine": compiled.info.model_dump(mode="json")}, key)
+    return {**facts, "engine": compiled.info}
 
 
 def _profiles(
@@ -143,15 +147,18 @@ def _profiles(
 
 
 def _check_out(out: Path, path: Path) -> None:
-    place = out.resolve()
-    if place == path or path in place.parents:
+    new = out.resolve()
+    if new == path or path in new.parents:
         raise UsageError(
-            f"--out {out} is the bundle itself, or inside it",
+            f"{out} is the bundle itself, or inside it",
             hint="leave it out to add the engines to the bundle",
+            parameters=["out"],
         )
-    if place.exists() and (place.is_file() or any(place.iterdir())):
+    if new.exists() and (new.is_file() or any(new.iterdir())):
         raise EagleError(
-            f"{out} already exists; it is left alone", hint="choose another place, or leave --out away"
+            f"{out} already exists; it is left alone",
+            hint="choose another folder, or leave it out to add the engines to the bundle",
+            parameters=["out"],
         )
 
 
@@ -165,9 +172,12 @@ def _check_room(
     }
     needed = estimate(weigh_bundle(bundle), graphs[0].precision, exports=False, profiles=profiles)
     copies = 0 if out is None else sum(entry.bytes for entry in manifest.files())
-    place = out or bundle.path
+    folder = out or bundle.path
     needed = replace(needed, disk_bytes=needed.disk_bytes + copies)
-    return (needed.line(), *needed.check(memory_here(), free_space(place) + space_of(place), place))
+    return (
+        needed.line(),
+        *needed.check(memory_here(), free_space(folder) + partial_bytes(folder), folder),
+    )
 
 
 def _onnx(artifacts: tuple[Artifact, ...]) -> list[Artifact]:

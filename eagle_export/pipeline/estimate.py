@@ -33,12 +33,18 @@ _CALIBRATE_SECONDS = (0.0, 50.0)  # once, by GB of weights in fp32
 _MEASURE_SECONDS = (10.0, 60.0)  # likewise
 _COMPILE_SECONDS = (2.5, 0.25, 3.0)  # by graph, by layer and profile, by GB of weights
 
-_MORE_MEMORY = {  # by the step that needs it
-    "calibrate": "calibrate on a machine with more memory, and give its fp8_scales.json with --scales here",
-    "export": "use a machine with more memory, or a checkpoint in safetensors: it is not loaded as a whole",
-    "measure": "leave that out with --no-measure",
-    "compile": "build the bundle here with --backend onnxruntime, and compile it with `eagle-export compile` "
-    "on a machine with more memory",
+_MORE_MEMORY: dict[str, tuple[str, tuple[str, ...]]] = {  # hint and parameters, by the step that needs it
+    "calibrate": ("calibrate on a machine with more memory, and give its fp8_scales.json here", ("scales",)),
+    "export": (
+        "use a machine with more memory, or a checkpoint in safetensors: it is not loaded as a whole",
+        (),
+    ),
+    "measure": ("leave the measurement out", ("measure",)),
+    "compile": (
+        "build the bundle for onnxruntime here, and compile it with `eagle-export compile` on a machine with "
+        "more memory",
+        ("backend",),
+    ),
 }
 
 
@@ -90,23 +96,24 @@ class Estimate:
             f"{_time(self.seconds)} on two cores"
         )
 
-    def check(self, memory: Memory, disk_free: int, place: Path) -> tuple[str, ...]:
+    def check(self, memory: Memory, disk_free: int, folder: Path) -> tuple[str, ...]:
         """Warnings, one sentence each.
 
-        Raises EagleError when the disk that holds `place` is too small, or when more than twice all memory is
+        Raises EagleError when the disk of `folder` is too small, or when more than twice all memory is
         needed: no error of the estimate could make that fit. What is merely larger than the available memory
         may still work, by swapping or because another program ends, so that is a warning.
         """
         if disk_free < self.disk_bytes:
             raise EagleError(
-                f"{place}: about {size(self.disk_bytes)} are needed, {size(disk_free)} are free",
-                hint="free some disk space, or choose another place with --out",
+                f"{folder}: about {size(self.disk_bytes)} are needed, {size(disk_free)} are free",
+                hint="free some disk space, or choose another folder",
+                parameters=["out"],
             )
         needed = f"about {size(self.memory_bytes)} of memory are needed"
         if self.memory_bytes > 2 * memory.total:
+            hint, parameters = _MORE_MEMORY[max(self.steps, key=lambda name: self.steps[name].memory_bytes)]
             raise EagleError(
-                f"{needed}, there are {size(memory.total)} in all",
-                hint=_MORE_MEMORY[max(self.steps, key=lambda name: self.steps[name].memory_bytes)],
+                f"{needed}, there are {size(memory.total)} in all", hint=hint, parameters=parameters
             )
         if self.memory_bytes > memory.available:
             available = size(memory.available)
@@ -116,7 +123,7 @@ class Estimate:
         return ()
 
     def as_dict(self) -> dict[str, Any]:
-        """For --json."""
+        """As plain data, for scripts."""
         return {
             "graphs": {
                 g.name: {"onnx_bytes": g.onnx_bytes, "engine_bytes": g.engine_bytes} for g in self.graphs
@@ -230,12 +237,12 @@ def memory_here() -> Memory:
     import psutil
 
     main, swap = psutil.virtual_memory(), psutil.swap_memory()
-    found = Memory(main.available + swap.free, main.total + swap.total)
+    machine = Memory(main.available + swap.free, main.total + swap.total)
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
     except (OSError, ValueError):  # another system, or "max": no limit
-        return found
-    return Memory(min(found.available, limit), min(found.total, limit))
+        return machine
+    return Memory(min(machine.available, limit), min(machine.total, limit))
 
 
 def _kernels(graph: GraphWeights, precision: str) -> int:

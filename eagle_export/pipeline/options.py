@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,7 +57,10 @@ class EngineOptions:
     def check(self, precision: str) -> None:
         """Raises for a backend that cannot be, and for what this backend or these GPUs cannot do."""
         if self.backend not in BACKENDS:
-            raise UsageError(f"backend should be one of {', '.join(BACKENDS)}, found {self.backend!r}")
+            raise UsageError(
+                f"backend should be one of {', '.join(BACKENDS)}, found {self.backend!r}",
+                parameters=["backend"],
+            )
         if not self.compiles:
             self._check_unused()
             return
@@ -65,40 +68,34 @@ class EngineOptions:
             raise UsageError(
                 f"profiles should be of {', '.join(PROFILES)}, found {', '.join(unknown)}",
                 hint="leave them out to have all that a graph can use",
+                parameters=["profiles"],
             )
         from eagle_export.engines.architectures import check_architectures
 
         check_architectures(self.backend, precision, self.target_arch)
-        if self.backend == "tensorrt-rtx":
-            for given, flag in (
-                (self.hardware_compatibility != "none", "hardware-compat"),
-                (self.version_compatible, "version-compatible"),
-                (self.timing_cache, "timing-cache"),
-            ):
-                if given:
-                    raise UsageError(
-                        f"--{flag} is for TensorRT; a TensorRT-RTX engine is finished on the GPU it runs on",
-                        hint="leave it out; --target-arch says which GPUs the engine is for",
-                    )
+        tensorrt_only = [name for name in _TENSORRT_ONLY if name in self._changed()]
+        if self.backend == "tensorrt-rtx" and tensorrt_only:
+            raise UsageError(
+                f"{', '.join(tensorrt_only)} is for TensorRT; a TensorRT-RTX engine is finished on the GPU "
+                "it runs on",
+                hint="leave it out; the architectures say which GPUs the engine is for",
+                parameters=[*tensorrt_only, "target_arch"],
+            )
 
     def _check_unused(self) -> None:
-        for name, flag in ENGINE_FLAGS.items():
-            if getattr(self, name) != getattr(EngineOptions(), name):
-                raise UsageError(
-                    f"--{flag} is for engines, but --backend onnxruntime compiles none",
-                    hint="add --backend tensorrt-rtx or --backend tensorrt",
-                )
+        if unused := [name for name in self._changed() if name != "backend"]:
+            raise UsageError(
+                f"{', '.join(unused)} is for engines, but the backend onnxruntime compiles none",
+                hint="leave it out, or choose tensorrt-rtx or tensorrt",
+                parameters=[*unused, "backend"],
+            )
+
+    def _changed(self) -> list[str]:
+        """Names of the options that are not what they are by default."""
+        return [f.name for f in fields(self) if getattr(self, f.name) != getattr(EngineOptions(), f.name)]
 
 
-ENGINE_FLAGS = {
-    "target_arch": "target-arch",
-    "profiles": "profiles",
-    "workspace": "workspace",
-    "optimization_level": "optimization-level",
-    "hardware_compatibility": "hardware-compat",
-    "version_compatible": "version-compatible",
-    "timing_cache": "timing-cache",
-}
+_TENSORRT_ONLY = ("hardware_compatibility", "version_compatible", "timing_cache")
 
 
 @dataclass(frozen=True)
@@ -118,16 +115,18 @@ class Fp8Options:
 
     def check(self, precision: str) -> None:
         """Raises UsageError for options of FP8 where there is none, and for those that contradict."""
-        if precision != "fp8" and self != Fp8Options():
+        changed = [f.name for f in fields(self) if getattr(self, f.name) != getattr(Fp8Options(), f.name)]
+        if precision != "fp8" and changed:
             raise UsageError(
-                "--keep-16bit, --quantize-lm-head, --quantize-fuse, --fp8-base, --scales and --calibration "
-                f"are for FP8, but the precision is {precision}",
-                hint="add --precision fp8, or leave them out",
+                f"{', '.join(changed)} is for FP8, but the precision is {precision}",
+                hint="build in fp8, or leave it out",
+                parameters=[*changed, "precision"],
             )
         if self.scales is not None and self.prompts is not None:
             raise UsageError(
-                "--scales and --calibration contradict: the file of scales replaces a calibration",
+                "scales and prompts to calibrate on contradict: the file of scales replaces a calibration",
                 hint="give one of them",
+                parameters=["scales", "prompts"],
             )
 
 
@@ -178,37 +177,41 @@ class BuildOptions:
     def check(self) -> None:
         """Raises for what no target could make right: so that a wrong command line costs no waiting."""
         if self.precision not in PRECISIONS:
-            raise UsageError(f"precision should be one of {', '.join(PRECISIONS)}, found {self.precision!r}")
+            raise UsageError(
+                f"precision should be one of {', '.join(PRECISIONS)}, found {self.precision!r}",
+                parameters=["precision"],
+            )
         self.fp8.check(self.precision)
         self.engine.check(self.precision)
-        given = self.head_settings != UNSAID
+        settings_given = self.head_settings != UNSAID
         for name in ("max_seq_len", "max_batch", "prefill_chunk", "max_tree_nodes"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise UsageError(f"--{name.replace('_', '-')} should be at least 1, found {value}")
+                raise UsageError(f"{name} should be at least 1, found {value}", parameters=[name])
         if self.head == "none":
-            self._check_headless(given)
+            self._check_headless(settings_given)
 
-    def _check_headless(self, given: bool) -> None:
+    def _check_headless(self, settings_given: bool) -> None:
         """An option of the draft means nothing where there is none."""
-        for name, flag in (("tree", "tree"), ("depth", "depth"), ("top_k", "branch"), ("nodes", "nodes")):
-            if getattr(self, name) is not None:
-                raise UsageError(
-                    f"--{flag} describes a draft tree, but --head none has no draft",
-                    hint="leave it out, or name a head",
-                )
-        if given:
+        if tree := [name for name in ("tree", "depth", "top_k", "nodes") if getattr(self, name) is not None]:
             raise UsageError(
-                "--head-layer-ids and --head-set say how a head is read, but --head none has no head",
+                f"{', '.join(tree)} describes a draft tree, but without a head there is no draft",
                 hint="leave it out, or name a head",
+                parameters=[*tree, "head"],
+            )
+        if settings_given:
+            raise UsageError(
+                "layer ids and settings of a head say how it is read, but there is no head",
+                hint="leave them out, or name a head",
+                parameters=["head_layer_ids", "head_set", "head"],
             )
 
 
 def choose_limits(options: BuildOptions, defaults: BuildLimits) -> BuildLimits:
     """The recipe's sizes with those given in their place; a chunk longer than the context is cut to it."""
     names = ("max_seq_len", "max_batch", "prefill_chunk", "max_tree_nodes")
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    limits = defaults.model_copy(update=given)
+    chosen = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    limits = defaults.model_copy(update=chosen)
     return limits.model_copy(update={"prefill_chunk": min(limits.prefill_chunk, limits.max_seq_len)})
 
 
@@ -220,12 +223,12 @@ def choose_tree(options: BuildOptions, default: TreeDefaults, max_nodes: int) ->
     """
     from eagle_run.decoding.tree import best_static, parse_tree
 
-    given = (options.tree, options.depth, options.top_k, options.nodes)
+    asked = (options.tree, options.depth, options.top_k, options.nodes)
     kind = options.tree or default.kind
     depth = options.depth if options.depth is not None else default.depth
     top_k = options.top_k if options.top_k is not None else default.top_k
     nodes = options.nodes if options.nodes is not None else default.nodes
-    if given == (None, None, None, None):
+    if asked == (None, None, None, None):
         if default.kind == "dynamic":  # nobody asked for this size: it may shrink
             nodes = max(2, min(default.nodes, max_nodes))
         shape = parse_tree(default.kind, depth, top_k, nodes, default.parents)
@@ -238,7 +241,8 @@ def choose_tree(options: BuildOptions, default: TreeDefaults, max_nodes: int) ->
     if shape.nodes > max_nodes:
         raise UsageError(
             f"a tree of {shape.nodes} nodes (root included) is larger than max_tree_nodes, {max_nodes}",
-            hint=f"ask for a smaller tree, or give --max-tree-nodes {shape.nodes}",
+            hint=f"ask for a smaller tree, or build for {shape.nodes} nodes",
+            parameters=["nodes", "max_tree_nodes"],
         )
     return tree_defaults(shape)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_export.files import alone_in
-from eagle_export.place import check_place, disk_full, settle, swap
+from eagle_export.output_folder import check_output_folder, disk_full, settle, swap
 from eagle_run.bundle.hashing import file_sha256, remember_sha256
 from eagle_run.bundle.loading import MANIFEST
 from eagle_run.errors import EagleError
@@ -43,14 +43,14 @@ class Partial:
     """Opens with `enter` and ends with `leave`, between which `folder` belongs to this run alone.
 
     identity: everything that decides the contents, as plain data; None for a run that cannot be continued.
-    force: a bundle that is at `place` may be replaced.
+    force: a bundle that is at `out` may be replaced.
     check: raises where what the contents are made from is no longer what it was; asked before anything is
     recorded or published. fresh: do not take anything over. note: tells the user one line.
     """
 
     def __init__(
         self,
-        place: Path,
+        out: Path,
         identity: Mapping[str, Any] | None = None,
         *,
         force: bool = False,
@@ -58,8 +58,8 @@ class Partial:
         fresh: bool = False,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.folder = partial_of(place)
-        self._place = place
+        self.folder = partial_folder(out)
+        self._out = out
         self._identity = _plain(identity)
         self._force = force
         self._check = check
@@ -77,12 +77,14 @@ class Partial:
             self._lock.enter_context(alone_in(self.folder))
         except OSError as error:
             raise EagleError(
-                f"{self.folder}: cannot be made: {error.strerror}", hint="choose another place with --out"
+                f"{self.folder}: cannot be made: {error.strerror}",
+                hint="choose another folder",
+                parameters=["out"],
             ) from None
         try:
             self._check_ours()
-            settle(self._place)
-            check_place(self._place, force=self._force)
+            settle(self._out)
+            check_output_folder(self._out, force=self._force)
             self._read()
             self._tidy()
             self._write()
@@ -92,13 +94,13 @@ class Partial:
 
     def recall(self, step: str, key: Any = None) -> Step | None:
         """A finished step of an earlier run, if its key is the same; its files are as it left them."""
-        found = self._steps.get(step)
-        if found is None or found.key != _plain(key):
+        finished = self._steps.get(step)
+        if finished is None or finished.key != _plain(key):
             return None
         if step not in self._taken:
             self._taken.add(step)
             self._note(f"{step}: taken over from the run before")
-        return found
+        return finished
 
     def record(self, step: str, files: Sequence[str] = (), facts: Any = None, key: Any = None) -> None:
         """Notes that `files`, relative to the folder, are whole and will not change any more."""
@@ -121,8 +123,8 @@ class Partial:
                 with contextlib.suppress(OSError):  # a full disk; the journal is as it was
                     self._write()
                 self._note(
-                    f"finished parts are kept in {self.folder}: the same command goes on from there, with "
-                    "--fresh it starts over; delete that folder to have the space back"
+                    f"finished parts are kept in {self.folder}: the same command goes on from there, unless "
+                    "it is to start fresh; delete that folder to have the space back"
                 )
                 return True
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -130,30 +132,31 @@ class Partial:
                 self._note("nothing was finished yet, so nothing is kept")
         return False
 
-    def publish(self, place: Path, files: Collection[str]) -> None:
-        """Makes the folder the one at `place`; what was there returns if that fails.
+    def publish(self, out: Path, files: Collection[str]) -> None:
+        """Makes the folder the one at `out`; what was there returns if that fails.
 
         The journal is no part of it, nor what an earlier run finished and this one did not want, unless it
         is among `files`.
         """
         self._check()
-        check_place(self._place, force=self._force)  # something may have come there meanwhile
+        check_output_folder(self._out, force=self._force)  # something may have come there meanwhile
         unused = {name for step in self._steps.keys() - self._taken for name in self._steps[step].files}
         for name in unused - set(files):
             (self.folder / name).unlink(missing_ok=True)
         (self.folder / JOURNAL).unlink()
         try:
-            swap(self.folder, place)
+            swap(self.folder, out)
         finally:  # also where an interrupt comes in between
             self._published = not self.folder.exists()
 
     def _check_ours(self) -> None:
         """A folder of this name that no run made stays as it is."""
-        there = {path.name for path in self.folder.iterdir()}
-        if there and not there & {JOURNAL, _NEXT, MANIFEST}:
+        names = {path.name for path in self.folder.iterdir()}
+        if names and not names & {JOURNAL, _NEXT, MANIFEST}:
             raise EagleError(
                 f"{self.folder} holds files that are not of an interrupted run; it is left alone",
-                hint="move it away, or choose another place with --out",
+                hint="move it away, or choose another folder",
+                parameters=["out"],
             )
 
     def _read(self) -> None:
@@ -215,17 +218,17 @@ class Partial:
         whole.replace(self.folder / JOURNAL)
 
 
-def partial_of(place: Path) -> Path:
-    """Where the unfinished parts of what goes to `place` are."""
-    return place.with_name(f"{place.name}.partial")
+def partial_folder(out: Path) -> Path:
+    """Where the unfinished parts of what goes to `out` are."""
+    return out.with_name(f"{out.name}.partial")
 
 
-def space_of(place: Path) -> int:
-    """Bytes that an interrupted run left for `place`: parts of the next one, or free once it starts afresh.
+def partial_bytes(out: Path) -> int:
+    """Bytes that an interrupted run left for `out`: parts of the next one, or free once it starts afresh.
 
     Files that are elsewhere too are not counted: theirs is no space to be had.
     """
-    folder = partial_of(place)
+    folder = partial_folder(out)
     if not (folder / JOURNAL).is_file():
         return 0
     stats = [path.stat() for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from eagle_export.checkpoints import weights
 from eagle_export.checkpoints.unchanged import Unchanged
 from eagle_export.inspection.describe import size
+from eagle_export.output_folder import check_links, check_output_folder, check_writable, free_space
 from eagle_export.pipeline.options import (
     BuildOptions,
     EngineOptions,
@@ -17,8 +18,7 @@ from eagle_export.pipeline.options import (
     choose_limits,
     choose_tree,
 )
-from eagle_export.pipeline.partial import space_of
-from eagle_export.place import check_links, check_place, check_writable, free_space
+from eagle_export.pipeline.partial import partial_bytes
 from eagle_export.reference import recipe as recipes
 from eagle_run.bundle.manifest import Limits, TreeDefaults
 
@@ -55,8 +55,8 @@ def make_plan(options: BuildOptions) -> Plan:
     from eagle_export.reference.modules import load_config, load_fitting_head
 
     named, _ = recipes.find_target(options.target)
-    out = options.out or _default_place(options, named)
-    check_place(out, force=options.force)
+    out = options.out or _default_folder(options, named)
+    check_output_folder(out, force=options.force)
     _sizes(options, named)
     target = recipes.resolve_target(options.target)
     head = None if options.head == "none" else recipes.resolve_head(options.head, target)
@@ -97,7 +97,7 @@ def _sizes(options: BuildOptions, recipe: recipes.Recipe) -> tuple[recipes.Build
     return limits, choose_tree(options, recipe.tree, limits.max_tree_nodes)
 
 
-def _default_place(options: BuildOptions, recipe: recipes.Recipe) -> Path:
+def _default_folder(options: BuildOptions, recipe: recipes.Recipe) -> Path:
     kind = "plain" if options.head == "none" else options.head
     if kind not in ("plain", "eagle1", "eagle3"):
         kind = Path(str(recipes.find_head(kind, recipe))).name
@@ -142,7 +142,7 @@ def fit(plan: Plan) -> tuple[Plan, Estimate, tuple[str, ...]]:
     """The plan as this machine can do it, what it takes, and what to tell the user.
 
     Without enough memory to compare a target with its float32 self, that is left out. Raises EagleError when
-    the place cannot be written, and when the disk is too small, or memory by far; what an interrupted run
+    the folder cannot be written, and when the disk is too small, or memory by far; what an interrupted run
     left counts as room.
     """
     from eagle_export.pipeline.estimate import memory_here
@@ -157,5 +157,5 @@ def fit(plan: Plan) -> tuple[Plan, Estimate, tuple[str, ...]]:
         )
         plan = replace(plan, measure=False)
         needed = estimate_plan(plan)
-    notes += needed.check(memory, free_space(plan.out) + space_of(plan.out), plan.out)
+    notes += needed.check(memory, free_space(plan.out) + partial_bytes(plan.out), plan.out)
     return plan, needed, tuple(notes)

@@ -14,7 +14,7 @@ from eagle_export.checkpoints import weights
 from eagle_export.checkpoints.fp8_scales import starred
 from eagle_export.pipeline.partial import Partial
 from eagle_export.pipeline.plan import Plan
-from eagle_export.progress import Report
+from eagle_export.progress import Progress
 from eagle_run.errors import EagleError, UsageError
 
 if TYPE_CHECKING:
@@ -54,15 +54,15 @@ class Quantization:
         inputs = self.chosen.inputs.get(graph)
         if inputs is None:
             return None
-        given = self.checkpoint if graph == "target" else None
+        checkpoint = self.checkpoint if graph == "target" else None
 
         def rewrite(model: Any) -> None:
-            self.done[graph] = quantize(model, inputs, given)
+            self.done[graph] = quantize(model, inputs, checkpoint)
 
         return rewrite
 
 
-def find_quantization(plan: Plan, tokenizer: Path, report: Report, journal: Partial) -> Quantization:
+def find_quantization(plan: Plan, tokenizer: Path, progress: Progress, journal: Partial) -> Quantization:
     """Scales for a build in FP8: those of the target's own FP8 checkpoint, of a file, or from calibration.
 
     `tokenizer` is the bundle's tokenizer folder, whose chat template the calibration prompts go through.
@@ -75,9 +75,9 @@ def find_quantization(plan: Plan, tokenizer: Path, report: Report, journal: Part
 
     checkpoint = read_checkpoint(plan.target.folder)
     for note in () if checkpoint is None else checkpoint.notes:
-        report.note(f"note: {note}")
+        progress.note(f"note: {note}")
     if experts := expert_count(plan.config):
-        report.note(f"note: the weights of the {experts} experts of a layer stay in {plan.dtype}")
+        progress.note(f"note: the weights of the {experts} experts of a layer stay in {plan.dtype}")
         checkpoint = _without_experts(checkpoint)
     head_sha256 = None if plan.head is None else plan.head.sha256
     scales: Scales | None
@@ -88,15 +88,15 @@ def find_quantization(plan: Plan, tokenizer: Path, report: Report, journal: Part
     elif checkpoint is not None and checkpoint.static and plan.loaded is None:
         scales = None  # everything is in the checkpoint
     else:
-        scales = _calibrated(plan, tokenizer, report, journal)
+        scales = _calibrated(plan, tokenizer, progress, journal)
     if checkpoint is not None:
         scales = replace(checkpoint.join(scales), target_sha256=plan.target.sha256)
     assert scales is not None
     for note in scales.check_range(plan.dtype):
-        report.note(f"note: {note}")
+        progress.note(f"note: {note}")
     chosen = choose(scales, plan.fp8.keep, _also(plan))
     if "lm_head" in chosen.inputs.get("target", {}) and plan.config.tie_word_embeddings:
-        report.note("note: the target's lm_head shares its weight with the embedding and stays in 16 bit")
+        progress.note("note: the target's lm_head shares its weight with the embedding and stays in 16 bit")
         chosen = _without(chosen, "target", "lm_head")
     return Quantization(scales, chosen, checkpoint)
 
@@ -124,7 +124,9 @@ def check_fp8(plan: Plan) -> None:
             if not any(fnmatchcase(name, pattern) for name in names):
                 shown = sorted({starred(name) for name in names if name.endswith("_proj")})
                 raise UsageError(
-                    f"no linear layer is called {pattern!r}", hint="there are " + ", ".join(shown)
+                    f"no linear layer is called {pattern!r}",
+                    hint="there are " + ", ".join(shown),
+                    parameters=["keep"],
                 )
 
 
@@ -153,7 +155,8 @@ def _of_these_graphs(scales: Scales, plan: Plan) -> Scales:
             raise EagleError(
                 f"{plan.fp8.scales}: expected scales of {' and '.join(needed)}, found "
                 f"{', '.join(scales.inputs) or 'none'}",
-                hint="calibrate again: build without --scales",
+                hint="calibrate again: build without a file of scales",
+                parameters=["scales"],
             )
     graphs = (*needed, "fuse") if plan.loaded is not None else needed
     return replace(scales, inputs={name: scales.inputs[name] for name in graphs if name in scales.inputs})
@@ -164,19 +167,19 @@ def _without(scales: Scales, graph: str, layer: str) -> Scales:
     return replace(scales, inputs={**scales.inputs, graph: layers})
 
 
-def _calibrated(plan: Plan, tokenizer: Path, report: Report, journal: Partial) -> Scales:
+def _calibrated(plan: Plan, tokenizer: Path, progress: Progress, journal: Partial) -> Scales:
     """What a calibration finds, or found in a run that was interrupted later."""
     from eagle_export.checkpoints.fp8_scales import Scales
 
     step = "calibrate fp8"
-    if (found := journal.recall(step)) is not None:
-        return TypeAdapter(Scales).validate_python(found.facts)
-    scales = _calibrate(plan, tokenizer, report)
+    if (recalled := journal.recall(step)) is not None:
+        return TypeAdapter(Scales).validate_python(recalled.facts)
+    scales = _calibrate(plan, tokenizer, progress)
     journal.record(step, facts=asdict(scales))
     return scales
 
 
-def _calibrate(plan: Plan, tokenizer_folder: Path, report: Report) -> Scales:
+def _calibrate(plan: Plan, tokenizer_folder: Path, progress: Progress) -> Scales:
     from eagle_export.quantize.fp8.calibrate import calibrate, encode
     from eagle_export.reference.modules import DTYPES, load_modules
     from eagle_run.tokenizer import Tokenizer
@@ -184,9 +187,9 @@ def _calibrate(plan: Plan, tokenizer_folder: Path, report: Report) -> Scales:
     tokenizer = Tokenizer.load(tokenizer_folder)
     most = plan.limits.max_seq_len
     prompts = [ids[:most] for ids in encode(tokenizer, _questions(plan.fp8.prompts))]
-    with report.step("load the weights in fp32"):
+    with progress.step("load the weights in fp32"):
         modules = load_modules(plan.target, plan.loaded, DTYPES["fp32"])
-    with report.bar("calibrate fp8") as update:
+    with progress.bar("calibrate fp8") as update:
         return calibrate(
             modules,
             prompts,
@@ -198,7 +201,7 @@ def _calibrate(plan: Plan, tokenizer_folder: Path, report: Report) -> Scales:
         )
 
 
-def find_costs(target: str, prompts: Path | None, scales_file: Path | None, report: Report) -> list[Cost]:
+def find_costs(target: str, prompts: Path | None, scales_file: Path | None, progress: Progress) -> list[Cost]:
     """What each product of a target loses in FP8, the dearest first. `target` as for a build."""
     from eagle_export.checkpoints.fp8_scales import Scales, choose
     from eagle_export.quantize.fp8.calibrate import calibrate, encode
@@ -207,14 +210,14 @@ def find_costs(target: str, prompts: Path | None, scales_file: Path | None, repo
     from eagle_export.reference.modules import DTYPES, load_modules
     from eagle_run.tokenizer import Tokenizer
 
-    with report.step("find the weights"):
-        found = recipe.resolve_target(target)
-    with report.step("load the weights in fp32"):
-        modules = load_modules(found, None, DTYPES["fp32"])
-    tokenizer = Tokenizer.load(found.folder)
+    with progress.step("find the weights"):
+        resolved = recipe.resolve_target(target)
+    with progress.step("load the weights in fp32"):
+        modules = load_modules(resolved, None, DTYPES["fp32"])
+    tokenizer = Tokenizer.load(resolved.folder)
     ids = encode(tokenizer, _questions(prompts))
     if scales_file is None:
-        with report.bar("calibrate fp8") as update:
+        with progress.bar("calibrate fp8") as update:
             scales = calibrate(
                 modules,
                 ids,
@@ -223,8 +226,8 @@ def find_costs(target: str, prompts: Path | None, scales_file: Path | None, repo
             )
     else:
         scales = Scales.load(scales_file)
-        scales.check_identity(found.sha256, None)
-    with report.bar("quantise each product alone") as update:
+        scales.check_identity(resolved.sha256, None)
+    with progress.bar("quantise each product alone") as update:
         return sensitivity(
             modules,
             choose(scales),

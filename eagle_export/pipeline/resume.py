@@ -62,12 +62,12 @@ def recall_graph(journal: Partial, graph: str, quantization: Quantization | None
     """The signature of a graph that an earlier run exported, or None; `quantization` hears what it did."""
     from eagle_export.quantize.fp8.rewrite import Quantized
 
-    found = journal.recall(f"export {graph}")
-    if found is None:
+    recalled = journal.recall(f"export {graph}")
+    if recalled is None:
         return None
-    if quantization is not None and found.facts["quantized"] is not None:
-        quantization.done[graph] = TypeAdapter(Quantized).validate_python(found.facts["quantized"])
-    return TypeAdapter(GraphSpec).validate_json(json.dumps(found.facts["spec"]))
+    if quantization is not None and recalled.facts["quantized"] is not None:
+        quantization.done[graph] = TypeAdapter(Quantized).validate_python(recalled.facts["quantized"])
+    return TypeAdapter(GraphSpec).validate_json(json.dumps(recalled.facts["spec"]))
 
 
 def record_graph(

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING
 
 from eagle_export.checkpoints import weights
 from eagle_export.checkpoints.stored import SMALLEST_LINK
+from eagle_run.dtypes import BY_PRECISION
 
 if TYPE_CHECKING:
     from eagle_run.bundle.loading import Bundle
 
-WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 2}  # bytes of a value that is not quantised
 _LINEAR = re.compile(r"(?:^|\.)(?:layers\.\d+|midlayer)\..+\.(?:[qkvo]|gate|up|down)_proj\.weight$")
 _LAYER = re.compile(r"(?:layers\.\d+|midlayer)\.")
 _FUSE = re.compile(r"^(?:fc|input_norm|fc_norm)\.")
-_STORED = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}  # what safetensors calls them
 # Vocabulary maps, and the scales of checkpoints that are quantised already: nothing beside the weights.
 _NOT_IN_GRAPH = re.compile(r"^(?:d2t|t2d)$|(?:_scale|_scale_inv|rotary_emb\.inv_freq)$")
 
@@ -43,8 +42,8 @@ class GraphWeights:
     """A graph to come: its decoder layers, and the bytes of its weights: in its precision, and in fp32.
 
     read_bytes: of its own weight files, as they are stored. held_bytes: of the largest product, which is held
-    while it is written (an embedding is not: its rows stay rows). linked_bytes: of the weights that
-    --link-weights leaves in the checkpoint's files; unlinked_held_bytes: held_bytes of the others.
+    while it is written (an embedding is not: its rows stay rows). linked_bytes: of the weights that a build
+    with `link_weights` leaves in the checkpoint's files; unlinked_held_bytes: held_bytes of the others.
     loaded_bytes: of torch's .bin files, which are in memory from beginning to end.
     """
 
@@ -57,6 +56,11 @@ class GraphWeights:
     linked_bytes: int = 0
     unlinked_held_bytes: int = 0
     loaded_bytes: int = 0
+
+
+def width_of(precision: str) -> int:
+    """Bytes of a value that is not quantised; everything else of an fp8 graph has 16 bit."""
+    return BY_PRECISION["fp16" if precision == "fp8" else precision].bytes
 
 
 def weigh_checkpoints(
@@ -106,7 +110,7 @@ def weigh_bundle(bundle: Bundle) -> tuple[GraphWeights, ...]:
             name=artifact.graph,
             layers=layers.get(artifact.graph, 0),
             bytes=(stored := sum(file.bytes for file in artifact.files)),
-            fp32_bytes=stored * 4 // WIDTHS[artifact.precision],
+            fp32_bytes=stored * 4 // width_of(artifact.precision),
             read_bytes=stored,
         )
         for artifact in manifest.artifacts
@@ -125,13 +129,13 @@ class _Scale:
 
     def graph(self, name: str, sizes: Sizes, unread: int) -> GraphWeights:
         """unread: bytes of files without a header."""
-        found = {key: tensor for key, tensor in sizes.items() if not _NOT_IN_GRAPH.search(key)}
-        width = WIDTHS[self.precision]
-        written = {key: tensor.values * self._width(key) for key, tensor in found.items()}
-        linked = {key for key, tensor in found.items() if self._links(key, tensor)}
+        weights_in_graph = {key: tensor for key, tensor in sizes.items() if not _NOT_IN_GRAPH.search(key)}
+        width = width_of(self.precision)
+        written = {key: tensor.values * self._width(key) for key, tensor in weights_in_graph.items()}
+        linked = {key for key, tensor in weights_in_graph.items() if self._links(key, tensor)}
         together: Counter[str] = Counter()
         apart: Counter[str] = Counter()
-        for key, tensor in found.items():
+        for key, tensor in weights_in_graph.items():
             if key.endswith("embed_tokens.weight"):
                 continue
             held = tensor.bytes or written[key]
@@ -140,9 +144,9 @@ class _Scale:
                 apart[_merged(key)] += held
         return GraphWeights(
             name,
-            layers=len({match[0] for key in found if (match := _LAYER.search(key))}),
+            layers=len({match[0] for key in weights_in_graph if (match := _LAYER.search(key))}),
             bytes=sum(written.values()) + unread // 2 * (1 if self.precision == "fp8" else width),
-            fp32_bytes=sum(tensor.values for tensor in found.values()) * 4 + unread * 2,
+            fp32_bytes=sum(tensor.values for tensor in weights_in_graph.values()) * 4 + unread * 2,
             read_bytes=_bytes(sizes) + unread,
             held_bytes=max(together.values(), default=0),
             linked_bytes=sum(written[key] for key in linked),
@@ -152,13 +156,13 @@ class _Scale:
 
     def _width(self, key: str) -> int:
         """Bytes of a value in the graph."""
-        return 1 if self._quantised(key) else WIDTHS[self.precision]
+        return 1 if self._quantised(key) else width_of(self.precision)
 
     def _links(self, key: str, tensor: Size) -> bool:
         """Whether the graph has a weight as the checkpoint does, so that it could stay there."""
         kind = self.base if self.precision == "fp8" else self.precision
-        small = tensor.values * WIDTHS[self.precision] < SMALLEST_LINK
-        return tensor.dtype == _STORED[kind] and not small and not self._quantised(key)
+        small = tensor.values * width_of(self.precision) < SMALLEST_LINK
+        return tensor.dtype == BY_PRECISION[kind].safetensors and not small and not self._quantised(key)
 
     def _quantised(self, key: str) -> bool:
         if self.precision != "fp8":
@@ -186,15 +190,15 @@ def _language_part(sizes: Sizes) -> Sizes:
     """Without vision towers, under the names that the language part has for itself."""
     from eagle_export.models.families import NO_TEXT, TEXT_KEYS
 
-    found: Sizes = {}
+    renamed: Sizes = {}
     for name, tensor in sizes.items():
         if name.startswith(NO_TEXT):
             continue
         own = name
         for pattern, replacement in TEXT_KEYS.items():
             own = re.sub(pattern, replacement, own)
-        found[own] = tensor
-    return found
+        renamed[own] = tensor
+    return renamed
 
 
 def _bytes(sizes: Sizes) -> int:

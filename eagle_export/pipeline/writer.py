@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from eagle_export.checkpoints.whereabouts import told
+from eagle_export.output_folder import disk_full
 from eagle_export.pipeline.partial import Partial, worth_keeping
-from eagle_export.place import disk_full
 from eagle_run.bundle.hashing import file_sha256, remember_sha256
 from eagle_run.bundle.loading import MANIFEST, TOKENIZER, VOCAB_MAP_TENSOR, Bundle, load_bundle
 from eagle_run.bundle.manifest import SCHEMA_VERSION, Artifact, BackendName, GraphName, Manifest
@@ -66,7 +66,9 @@ class BundleWriter:
     ) -> None:
         self.path = Path(os.path.normpath(path))
         if self.path.name in ("", ".."):
-            raise UsageError(f"{path} is no place for a bundle", hint="name a new folder with --out")
+            raise UsageError(
+                f"{path} cannot become a bundle's folder", hint="name a new folder", parameters=["out"]
+            )
         self.journal = Partial(self.path, identity, force=force, check=check, fresh=fresh, note=note)
         self.folder = self.journal.folder
         self._keep = False
@@ -84,7 +86,8 @@ class BundleWriter:
         if error is not None and disk_full(error):
             raise EagleError(
                 f"{self.path}: the disk is full; {'what was finished' if kept else 'nothing'} was kept",
-                hint="free some disk space, or choose another place with --out",
+                hint="free some disk space, or choose another folder",
+                parameters=["out"],
             ) from error
 
     def keep(self) -> None:
@@ -164,18 +167,18 @@ class BundleWriter:
         names = {entry.path for entry in bundle.manifest.files()} - dropped
         if replaced:
             shutil.copymode(bundle.path, self.folder)
-            there = (path for path in bundle.path.rglob("*") if path.is_file())
-            names |= {str(path.relative_to(bundle.path)) for path in there} - dropped - {MANIFEST}
+            present = (path for path in bundle.path.rglob("*") if path.is_file())
+            names |= {str(path.relative_to(bundle.path)) for path in present} - dropped - {MANIFEST}
         linked = {entry.path for entry in bundle.manifest.files() if entry.origin is not None}
         for name in sorted(names):
-            place, link = self.file(name), replaced or name in linked
-            place.unlink(missing_ok=True)  # of a run before
+            copy, link = self.file(name), replaced or name in linked
+            copy.unlink(missing_ok=True)  # of a run before
             try:
-                (os.link if link else shutil.copyfile)(bundle.path / name, place)
+                (os.link if link else shutil.copyfile)(bundle.path / name, copy)
             except OSError as error:
                 if disk_full(error) or not link:
                     raise
-                shutil.copyfile(bundle.path / name, place)  # a file system without links
+                shutil.copyfile(bundle.path / name, copy)  # a file system without links
         bundle.check_unchanged()
         known = {entry.path: entry.sha256 for entry in bundle.manifest.files()}
         remember_sha256({self.folder / name: known[name] for name in names if name in known})

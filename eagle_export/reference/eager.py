@@ -70,11 +70,11 @@ class EagerGraph:
 
     def _prepared(self, inputs: list[Tensor]) -> list[Tensor]:
         """The inputs with mask and write index as `ops` takes them from a caller that knows better."""
-        given = {spec.name: tensor for spec, tensor in zip(self._spec.inputs, inputs, strict=True)}
-        if (mask := given.get("tree_mask")) is not None:
-            given["tree_mask"] = ops.attention_bias(mask, self._groups, given["past_key.0"].dtype)
-            given["write_index"] = ops.cache_rows(given["write_index"], mask.shape[2])
-        return list(given.values())
+        named = {spec.name: tensor for spec, tensor in zip(self._spec.inputs, inputs, strict=True)}
+        if (mask := named.get("tree_mask")) is not None:
+            named["tree_mask"] = ops.attention_bias(mask, self._groups, named["past_key.0"].dtype)
+            named["write_index"] = ops.cache_rows(named["write_index"], mask.shape[2])
+        return list(named.values())
 
 
 def target_graph(module: TargetModule, cache_rows: int, *, fused: bool | None = None) -> EagerGraph:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eagle_export.checkpoints import weights, whereabouts
-from eagle_export.checkpoints.stored import source_of
+from eagle_export.checkpoints.stored import stored_tensor_of
 from eagle_export.checkpoints.weight_stream import InMemory, Weight
 from eagle_export.heads.load import LoadedHead, load_head
 from eagle_export.heads.settings import UNSAID, HeadSettings, parse_settings
@@ -21,13 +21,14 @@ from eagle_export.models.target import TargetModule, load_target, target_dims
 from eagle_export.reference import recipe as recipes
 from eagle_run.backends.base import Graph
 from eagle_run.bundle.manifest import HeadInfo, Manifest, TargetInfo
+from eagle_run.dtypes import BY_PRECISION
 from eagle_run.errors import EagleError, first_line
 
 if TYPE_CHECKING:
     from eagle_export.models.head import Draft, Fuse
     from eagle_export.reference.recipe import ResolvedHead, ResolvedTarget
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {name: dtype.torch for name, dtype in BY_PRECISION.items() if name != "fp8"}  # of modules
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,16 +69,17 @@ def load_config(target: ResolvedTarget, max_seq_len: int) -> Any:
     return config
 
 
-def load_fitting_head(head: ResolvedHead, config: Any, said: HeadSettings = UNSAID) -> LoadedHead:
-    """The head's checkpoint, checked against the target's config; `said` goes over what a recipe says.
+def load_fitting_head(head: ResolvedHead, config: Any, settings: HeadSettings = UNSAID) -> LoadedHead:
+    """The head's checkpoint, checked against the target's config; `settings` go over what a recipe says.
 
     Raises EagleError when it does not fit.
     """
-    loaded = load_head(head.folder, target_dims(config), said.over(head.settings))
+    loaded = load_head(head.folder, target_dims(config), settings.over(head.settings))
     if head.algorithm is not None and loaded.spec.algorithm != head.algorithm:
         raise EagleError(
             f"{head.folder} is an {loaded.spec.algorithm} head, but the recipe calls it {head.algorithm}",
-            hint="correct the recipe, or give the head's folder with --head",
+            hint="correct the recipe, or give the head's folder",
+            parameters=["head"],
         )
     return loaded
 
@@ -115,7 +117,7 @@ def load_hollow(
     model = load_recorded(target.folder, dtype)
     empty = None
     if loaded is not None:
-        held = {name: source_of(tensor) or InMemory(tensor) for name, tensor in loaded.tensors.items()}
+        held = {name: stored_tensor_of(tensor) or InMemory(tensor) for name, tensor in loaded.tensors.items()}
         empty = replace(loaded, tensors={name: Recorded(weight) for name, weight in held.items()})
     modules = _join(model, empty, dtype, max_seq_len)
     parts = {"target": modules.target.model, "fuse": modules.fuse, "draft": modules.draft}
@@ -143,15 +145,15 @@ def reference_of(
     of them, and by where their identities were last seen on this machine. Raises EagleError when a source is
     not found, or is not the one that the bundle was built from.
     """
-    found = recipes.resolve_target(target or _find_target(manifest))
-    _check_same(manifest, "target", manifest.target.sha256, found.sha256, found.file)
-    config = load_config(found, manifest.limits.max_seq_len)
+    resolved = recipes.resolve_target(target or _find_target(manifest))
+    _check_same(manifest, "target", manifest.target.sha256, resolved.sha256, resolved.file)
+    config = load_config(resolved, manifest.limits.max_seq_len)
     loaded = None
     if manifest.head is not None:
-        source = recipes.resolve_head(head or _find_head(manifest, manifest.head, found), found)
+        source = recipes.resolve_head(head or _find_head(manifest, manifest.head, resolved), resolved)
         _check_same(manifest, "head", manifest.head.sha256, source.sha256, source.folder)
         loaded = load_fitting_head(source, config, settings_of(manifest.head))
-    return load_modules(found, loaded, DTYPES[precision], manifest.limits.max_seq_len)
+    return load_modules(resolved, loaded, DTYPES[precision], manifest.limits.max_seq_len)
 
 
 def settings_of(head: HeadInfo) -> HeadSettings:
@@ -160,7 +162,7 @@ def settings_of(head: HeadInfo) -> HeadSettings:
 
 
 def _find_target(manifest: Manifest) -> str:
-    """What `--target` would say: the recipe of this name and source, or where the model is."""
+    """What a caller would name it by: the recipe of this name and source, or where the model is."""
     for known in recipes.list_recipes():
         if known.name == manifest.target.name and str(known.target) == manifest.target.source:
             return known.name
@@ -168,7 +170,7 @@ def _find_target(manifest: Manifest) -> str:
 
 
 def _find_head(manifest: Manifest, info: HeadInfo, target: ResolvedTarget) -> str:
-    """What `--head` would say."""
+    """What a caller would name it by: the recipe's word for it, or where it is."""
     for algorithm, source in target.recipe.heads.items():
         if str(source) == info.source:
             return algorithm
@@ -188,14 +190,16 @@ def _find(manifest: Manifest, part: str, info: TargetInfo | HeadInfo) -> str:
     raise EagleError(
         f"the {part} of bundle {manifest.name} was not found on this machine: {info.source}, "
         f"sha256 {info.sha256[:12]}…",
-        hint=f"say where it is with --{part}",
+        hint="say where it is",
+        parameters=[part],
     )
 
 
-def _check_same(manifest: Manifest, part: str, expected: str, found: str, place: Path) -> None:
+def _check_same(manifest: Manifest, part: str, expected: str, found: str, path: Path) -> None:
     if expected != found:
         raise EagleError(
             f"bundle {manifest.name} was built from another {part}: expected sha256 {expected[:12]}…, "
-            f"found {found[:12]}… ({place})",
-            hint=f"give the {part} it was built from with --{part}, or build the bundle again",
+            f"found {found[:12]}… ({path})",
+            hint=f"give the {part} it was built from, or build the bundle again",
+            parameters=[part],
         )

@@ -1,4 +1,4 @@
-"""Recipes: what to build for a target, in YAML; and what `--target` and `--head` may name besides one."""
+"""Recipes: what to build for a target, in YAML; and what else a target or a head may be named by."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Source(Record):
         given = {key for key in Source.model_fields if key != "kind" and getattr(self, key) is not None}
         if absent := sorted(needed - given):
             raise ValueError(f"a source of kind {self.kind} needs {', '.join(absent)}")
-        if odd := sorted(given - needed - ({"revision"} if self.kind == "hub" else set())):
-            raise ValueError(f"a source of kind {self.kind} takes no {', '.join(odd)}")
+        if extra := sorted(given - needed - ({"revision"} if self.kind == "hub" else set())):
+            raise ValueError(f"a source of kind {self.kind} takes no {', '.join(extra)}")
         return self
 
     def __str__(self) -> str:
@@ -230,11 +230,11 @@ def resolve_target(target: str) -> ResolvedTarget:
     Raises UsageError for a name that means nothing, EagleError for weights that are absent or damaged.
     """
     recipe, recipe_dir = find_target(target)
-    found = _resolved_target(recipe, recipe_dir)
+    resolved = _resolved_target(recipe, recipe_dir)
     if recipe.target == Source(kind="hub", id=target):  # only now its config.json is here
-        own = _default_recipe(target.partition("/")[2], recipe.target, found.folder)
-        return replace(found, recipe=own)
-    return found
+        own = _default_recipe(target.partition("/")[2], recipe.target, resolved.folder)
+        return replace(resolved, recipe=own)
+    return resolved
 
 
 def _default_recipe(name: str, source: Source, folder: Path | None) -> Recipe:
@@ -265,10 +265,11 @@ def find_head(head: str, recipe: Recipe) -> HeadSource:
     if head in ("eagle1", "eagle3"):
         source = recipe.heads.get(head)  # type: ignore[call-overload]
         if source is None:
-            there = f"it has {', '.join(recipe.heads)}" if recipe.heads else "it names none"
+            heads = f"it has {', '.join(recipe.heads)}" if recipe.heads else "it names none"
             raise UsageError(
-                f"no {head} head is known for {recipe.name}; {there}",
-                hint="give a head's folder or hub id: --head FOLDER or --head org/name",
+                f"no {head} head is known for {recipe.name}; {heads}",
+                hint="give a head's folder, or its hub id (org/name)",
+                parameters=["head"],
             )
         return source
     local = Path(head).expanduser()
@@ -279,6 +280,7 @@ def find_head(head: str, recipe: Recipe) -> HeadSource:
     raise UsageError(
         f"unknown head {head!r}: expected eagle1, eagle3, a folder or a hub id (org/name)",
         hint=f"{recipe.name} has {', '.join(recipe.heads) or 'no head of its own'}",
+        parameters=["head"],
     )
 
 

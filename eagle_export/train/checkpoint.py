@@ -37,9 +37,14 @@ def load(path: Path) -> dict[str, Any]:
     except Exception as error:  # whatever torch runs into
         raise EagleError(
             f"{path}: not a whole checkpoint: {first_line(error)}",
-            hint="remove it; --resume then takes the one before",
+            hint="remove it, and resume from the one before",
+            parameters=["resume"],
         ) from error
     if not isinstance(state, dict) or state.get("version") != _VERSION:
-        raise EagleError(f"{path}: not a checkpoint of this version", hint="start again without --resume")
+        raise EagleError(
+            f"{path}: not a checkpoint of this version",
+            hint="start anew in another folder",
+            parameters=["out", "resume"],
+        )
     state.pop("version")
     return state

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_export.train.features import Source
+from eagle_export.train.features import BatchSource
 from eagle_export.train.loss import CHUNK
 from eagle_export.train.objective import Objective
 from eagle_export.train.ttt import Batch, unroll
@@ -45,7 +45,7 @@ class Validation:
 
 def evaluate(
     objective: Objective,
-    source: Source,
+    source: BatchSource,
     batches: Iterable[Sequence[int]],
     device: torch.device,
     *,
@@ -87,23 +87,23 @@ def _ranks(objective: Objective, batch: Batch, steps: int) -> tuple[Tensor, Tens
     int64, int64 and bool, all [K, N]. A token that the draft vocabulary lacks has rank Vd.
     """
     draft, own = objective.draft, objective.own
-    found = unroll(objective.fuse, draft, batch, steps)
-    best = own[batch.best.flatten()[found.labels]]  # [K, N]
-    true = own[batch.tokens.flatten()[found.labels + 1]]
+    unrolled = unroll(objective.fuse, draft, batch, steps)
+    best = own[batch.best.flatten()[unrolled.labels]]  # [K, N]
+    true = own[batch.tokens.flatten()[unrolled.labels + 1]]
     eagle3 = draft.spec.algorithm == "eagle3"
-    raw = torch.cat(found.raw)
+    raw = torch.cat(unrolled.raw)
     ranks = [torch.empty_like(best).flatten() for _ in range(2)]
     for first in range(0, len(raw), CHUNK):
         part = slice(first, first + CHUNK)
         rows = draft.norm(raw[part]) if eagle3 else raw[part]
         table = draft.lm_head.weight if eagle3 else objective.head
         logits = (rows @ table.T.to(rows.dtype)).float()  # [r, Vd]
-        for rank, wanted in zip(ranks, (best, true), strict=True):
-            chosen = wanted.flatten()[part, None]
+        for rank, tokens in zip(ranks, (best, true), strict=True):
+            chosen = tokens.flatten()[part, None]
             score = logits.gather(1, chosen.clamp(min=0))
             above = (logits > score).sum(1)
             rank[part] = torch.where(chosen[:, 0] >= 0, above, logits.shape[1])
-    return ranks[0].view_as(best), ranks[1].view_as(best), found.valid
+    return ranks[0].view_as(best), ranks[1].view_as(best), unrolled.valid
 
 
 def _starts(batch: Batch) -> list[int]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from eagle_export.files import whole_file
-from eagle_export.place import free_space
+from eagle_export.output_folder import free_space
 from eagle_export.train.batches import pack
 from eagle_export.train.samples import Samples, Shard
 from eagle_export.train.ttt import Batch
@@ -30,7 +30,7 @@ _VERSION = 1
 _FORWARD = 4096  # tokens of a target forward
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """Gives batches."""
 
     def batch(self, numbers: Sequence[int], device: torch.device) -> Batch:
@@ -89,7 +89,7 @@ class OnTheFly:
 
 
 class Cached:
-    """Batches from the files of a cache, which `fill` has made. layers: which of theirs are read."""
+    """Batches from the files of a cache, which `fill_cache` has made. layers: which of theirs are read."""
 
     def __init__(
         self, samples: Samples, files: Sequence[Path], layers: tuple[int, ...], max_length: int
@@ -103,14 +103,14 @@ class Cached:
 
     def batch(self, numbers: Sequence[int], device: torch.device) -> Batch:
         tokens, answers = _side_by_side(self.samples, numbers, self.max_length)
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         for name in ("features", "last", "best"):
             parts = [self._part(number, name) for number in numbers]
             whole = parts[0].new_zeros(*tokens.shape, *parts[0].shape[1:])
             for row, part in zip(whole, parts, strict=True):
                 row[: len(part)] = part
-            found.append(whole)
-        features, last, best = found
+            tensors.append(whole)
+        features, last, best = tensors
         return Batch(*(x.to(device) for x in (tokens, answers, features, last, best.long())))
 
     def _part(self, number: int, name: str) -> Tensor:
@@ -142,11 +142,11 @@ def _metadata(file: Any) -> _Metadata:
 def _name(shard: Shard, target_sha256: str, target: TargetFeatures, layers: str, max_length: int) -> str:
     """A hash of all that decides the features of a shard."""
     computed = str(getattr(target.model, "dtype", ""))
-    said = f"{_VERSION} {target_sha256} {layers} {target.dtype} {computed} {shard.sha256}"
-    said += hashlib.sha256(shard.answers.numpy().tobytes()).hexdigest()
+    identity = f"{_VERSION} {target_sha256} {layers} {target.dtype} {computed} {shard.sha256}"
+    identity += hashlib.sha256(shard.answers.numpy().tobytes()).hexdigest()
     if int(shard.offsets.diff().max()) > max_length:  # what is cut off is not there for a longer run
-        said += f" {max_length}"
-    return hashlib.sha256(said.encode()).hexdigest()[:24]
+        identity += f" {max_length}"
+    return hashlib.sha256(identity.encode()).hexdigest()[:24]
 
 
 def cache_files(
@@ -172,7 +172,7 @@ def cache_files(
     return files
 
 
-def fill(
+def fill_cache(
     folder: Path,
     samples: Samples,
     target_sha256: str,
@@ -196,7 +196,8 @@ def fill(
     if needed > free:
         raise EagleError(
             f"{folder}: the features need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free",
-            hint="use --on-the-fly, another --features-cache, or less data",
+            hint="compute them on the fly, keep them on another disk, or use less data",
+            parameters=["on_the_fly", "features_cache"],
         )
     done = 0
     for shard, path in missing:
@@ -223,11 +224,11 @@ def _shard_rows(
     done = 0
     for numbers in pack(lengths, lengths.argsort(stable=True), _FORWARD):
         tokens, answers = _side_by_side(samples, numbers, max_length)
-        found = target.rows(tokens, _asked(answers))
+        parts = target.rows(tokens, _asked(answers))
         for row, number in enumerate(numbers):
             first = int(shard.offsets[number])
             length = min(int(lengths[number]), max_length)
-            for whole, part in zip((features, last, best), found, strict=True):
+            for whole, part in zip((features, last, best), parts, strict=True):
                 whole[first : first + length] = part[row, :length].to("cpu", whole.dtype)
             done += int(lengths[number])
         on_progress(done)
@@ -244,11 +245,11 @@ def _write(path: Path, rows: Rows, metadata: dict[str, str]) -> None:
 
 def _side_by_side(samples: Samples, numbers: Sequence[int], max_length: int) -> tuple[Tensor, Tensor]:
     """tokens int64 [B, T] and answers bool [B, T], padded at the end and cut to `max_length`."""
-    found = [samples.conversation(number) for number in numbers]
-    width = min(max_length, max(3, *(len(tokens) for tokens, _ in found))) if found else 3
-    tokens = torch.zeros(len(found), width, dtype=torch.long)
-    answers = torch.zeros(len(found), width, dtype=torch.bool)
-    for row, (ids, mask) in enumerate(found):
+    conversations = [samples.conversation(number) for number in numbers]
+    width = min(max_length, max(3, *(len(tokens) for tokens, _ in conversations))) if conversations else 3
+    tokens = torch.zeros(len(conversations), width, dtype=torch.long)
+    answers = torch.zeros(len(conversations), width, dtype=torch.bool)
+    for row, (ids, mask) in enumerate(conversations):
         length = min(len(ids), width)
         tokens[row, :length], answers[row, :length] = ids[:length], mask[:length]
     return tokens, answers

@@ -25,11 +25,16 @@ def feature_layers(settings: TrainSettings, layers: int) -> tuple[int, ...]:
     if settings.layers is not None:
         chosen = settings.layers
         if settings.algorithm == "eagle1":
-            raise UsageError("an EAGLE-1 head reads the last hidden state alone", hint="leave out --layers")
+            raise UsageError(
+                "an EAGLE-1 head reads the last hidden state alone",
+                hint="leave the layers out",
+                parameters=["layers"],
+            )
         if list(chosen) != sorted(set(chosen)) or not all(0 <= layer < layers for layer in chosen):
             raise UsageError(
                 f"layers {list(chosen)} do not fit a target of {layers} layers: ascending numbers from 0 to "
-                f"{layers - 1} are expected"
+                f"{layers - 1} are expected",
+                parameters=["layers"],
             )
         return chosen
     if settings.algorithm == "eagle1":
@@ -54,7 +59,10 @@ def new_spec(config: Any, settings: TrainSettings, draft_vocab: int) -> HeadSpec
     eagle3 = settings.algorithm == "eagle3"
     kv_heads = settings.kv_heads or dims.kv_heads
     if dims.heads % kv_heads:
-        raise UsageError(f"kv_heads is {kv_heads}, expected a divisor of the target's {dims.heads} heads")
+        raise UsageError(
+            f"kv_heads is {kv_heads}, expected a divisor of the target's {dims.heads} heads",
+            parameters=["kv_heads"],
+        )
     scaled = rope.get("rope_type") in ROPE_TYPES
     act = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     return HeadSpec(

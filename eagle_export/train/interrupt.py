@@ -28,9 +28,9 @@ def deferred() -> Iterator[Callable[[], bool]]:
     known = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
     if threading.current_thread() is not threading.main_thread():
         known = []
-    before = {number: signal.signal(number, note) for number in known}
+    handlers = {number: signal.signal(number, note) for number in known}
     try:
         yield lambda: came
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

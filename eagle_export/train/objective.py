@@ -47,26 +47,26 @@ class Objective(nn.Module):
     def forward(self, batch: Batch, noise: Callable[[Tensor], Tensor] | None = None) -> Outcome:
         """Loss per started row: Σ_i decay^i · Σ_n L(i, n) / N, over rows whose goal the draft can say."""
         chosen, draft = self.settings, self.draft
-        found = unroll(self.fuse, draft, batch, chosen.steps, noise=noise)
-        steps, count = found.labels.shape
-        wanted, index = found.labels.unique(return_inverse=True)  # [M], [K, N]: labels repeat
-        last = batch.last.flatten(0, 1)[wanted]
+        unrolled = unroll(self.fuse, draft, batch, chosen.steps, noise=noise)
+        steps, count = unrolled.labels.shape
+        label_rows, index = unrolled.labels.unique(return_inverse=True)  # [M], [K, N]: labels repeat
+        last = batch.last.flatten(0, 1)[label_rows]
         top = chosen.top_tokens if chosen.loss == "hass" else 0
-        goal = target_goal(last, batch.best.flatten()[wanted], self.head, self.own, top=top)
+        goal = target_goal(last, batch.best.flatten()[label_rows], self.head, self.own, top=top)
         best = goal.best[index]  # [K, N]
         decay = chosen.decay ** torch.arange(steps, device=best.device, dtype=torch.float32)
-        counted = found.valid & (best >= 0)
+        counted = unrolled.valid & (best >= 0)
         weight = counted * decay[:, None] / max(1, count)  # [K, N]
-        raw = torch.cat(found.raw)  # [K * N, Hd]
+        raw = torch.cat(unrolled.raw)  # [K * N, Hd]
         eagle3 = draft.spec.algorithm == "eagle3"
         rows = draft.norm(raw) if eagle3 else raw
         table = draft.lm_head.weight if eagle3 else self.head
         scored = soft_cross_entropy(rows, table, goal.probabilities, index.flatten(), weight.flatten())
         loss = scored.loss
         if chosen.regresses:
-            reached = found.valid * decay[:, None] / max(1, count)
+            reached = unrolled.valid * decay[:, None] / max(1, count)
             told = last[index.flatten()]
             loss = feature_loss(raw, told, reached.flatten()) + chosen.ce_weight * loss
-        hit = (scored.guess.view(steps, count) == best) & found.valid
+        hit = (scored.guess.view(steps, count) == best) & unrolled.valid
         entropy = scored.cross_entropy.view(steps, count) * counted
-        return Outcome(loss, entropy.sum(1), hit.sum(1), found.valid.sum(1))
+        return Outcome(loss, entropy.sum(1), hit.sum(1), unrolled.valid.sum(1))

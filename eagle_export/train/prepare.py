@@ -16,7 +16,7 @@ from eagle_export.models.head import build_head
 from eagle_export.models.target import load_target
 from eagle_export.reference import recipe as recipes
 from eagle_export.reference.modules import load_config, load_fitting_head
-from eagle_export.train.features import Cached, OnTheFly, Source, TargetFeatures, cache_files, fill
+from eagle_export.train.features import BatchSource, Cached, OnTheFly, TargetFeatures, cache_files, fill_cache
 from eagle_export.train.init import feature_layers, new_spec, random_weights, weights_from_target
 from eagle_export.train.objective import Objective
 from eagle_export.train.origin import check_origin
@@ -27,7 +27,7 @@ from eagle_export.train.workers import Workers, autocast_type
 from eagle_run.errors import UsageError
 
 if TYPE_CHECKING:
-    from eagle_export.progress import Report
+    from eagle_export.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Prepared:
     """All that training needs; spec and vocabulary are those of the head that comes out."""
 
     objective: Objective
-    source: Source
+    source: BatchSource
     samples: Samples
     spec: HeadSpec
     vocabulary: DraftVocabulary
@@ -64,69 +64,76 @@ class Prepared:
         return hashlib.sha256(f"{self.spec} {self.vocabulary.ids.tolist()}".encode()).hexdigest()
 
 
-def prepare(request: TrainRequest, workers: Workers, report: Report) -> Prepared:
+def prepare(request: TrainRequest, workers: Workers, progress: Progress) -> Prepared:
     """Loads and checks everything. Features that the cache lacks are computed here."""
     settings = request.settings
-    found = recipes.resolve_target(request.target)
-    config = load_config(found, 64)  # the length is the training data's, see below
+    resolved = recipes.resolve_target(request.target)
+    config = load_config(resolved, 64)  # the length is the training data's, see below
     if getattr(config, "final_logit_softcapping", None):
         raise UsageError(
-            f"{found.source} has final_logit_softcapping: the loss knows no cap on the target's logits",
+            f"{resolved.source} has final_logit_softcapping: the loss knows no cap on the target's logits",
             hint="train the head with another trainer",
         )
-    samples = load_samples(request.data, vocab_size=config.vocab_size, target_sha256=found.sha256)
+    samples = load_samples(request.data, vocab_size=config.vocab_size, target_sha256=resolved.sha256)
     settings = replace(settings, max_length=min(settings.max_length, config.max_position_embeddings))
     if not samples.answered(settings.max_length):
         raise UsageError(
             f"no answers to learn from in the first {settings.max_length} tokens of the conversations",
-            hint="give a larger --max-length, or other --data",
+            hint="allow longer ones, or give other data",
+            parameters=["max_length", "data"],
         )
     start = None
     if request.init not in ("target", "random"):
-        start = load_fitting_head(recipes.resolve_head(request.init, found), config)
+        start = load_fitting_head(recipes.resolve_head(request.init, resolved), config)
         if start.spec.has_fuse and start.spec.feature_layers[-1] >= config.num_hidden_layers:
             raise UsageError(
-                f"--init {request.init} reads the target's last layer (ids "
+                f"the head {request.init} reads the target's last layer (ids "
                 f"{list(start.spec.feature_layers)}), expected ids below {config.num_hidden_layers}: heads "
                 "that read it are exported, but not trained",
-                hint="begin with --init target or random",
+                hint='begin with "target" or "random"',
+                parameters=["init"],
             )
         settings = _continued(settings, start)
     vocabulary = _vocabulary(samples, settings, config, start)
     spec = start.spec if start else new_spec(config, settings, len(vocabulary.ids))
     layers = feature_layers(settings, config.num_hidden_layers) if start is None else spec.feature_layers
     dtype = autocast_type(settings.precision, workers.device) or torch.float32
-    with report.step("loading target"):
-        model = load_target(found.folder, dtype).to(workers.device).requires_grad_(False)
+    with progress.step("loading target"):
+        model = load_target(resolved.folder, dtype).to(workers.device).requires_grad_(False)
     target = TargetFeatures(model, layers)
     if workers.first:
-        check_origin(samples, target, settings.max_length, report.note)
+        check_origin(samples, target, settings.max_length, progress.note)
     if request.on_the_fly:
-        source: Source = OnTheFly(samples, target, settings.max_length)
+        source: BatchSource = OnTheFly(samples, target, settings.max_length)
     else:
         folder = request.features_cache or request.out / "features"
         length = settings.max_length
         if workers.first:
-            with report.bar("target features") as show:
-                fill(folder, samples, found.sha256, target, show, max_length=length)
+            with progress.bar("target features") as show:
+                fill_cache(folder, samples, resolved.sha256, target, show, max_length=length)
         workers.wait()
-        files = cache_files(folder, samples, found.sha256, target, max_length=length)
+        files = cache_files(folder, samples, resolved.sha256, target, max_length=length)
         source = Cached(samples, files, layers, length)
     objective = _objective(
         model, spec=spec, vocabulary=vocabulary, settings=settings, start=start, init=request.init
     )
-    return Prepared(objective, source, samples, spec, vocabulary, settings, found, config)
+    return Prepared(objective, source, samples, spec, vocabulary, settings, resolved, config)
 
 
 def _continued(settings: TrainSettings, start: LoadedHead) -> TrainSettings:
     """A head that is trained further decides what kind it is."""
     spec = start.spec
     if settings.layers is not None or settings.kv_heads is not None:
-        raise UsageError(f"{start.folder} has its layers and heads", hint="leave out --layers and --kv-heads")
+        raise UsageError(
+            f"{start.folder} has its layers and heads",
+            hint="leave out what it has",
+            parameters=["layers", "kv_heads"],
+        )
     if spec.layers != 1 or spec.target_hidden_size != spec.hidden_size or spec.own_embedding:
         raise UsageError(
             f"{start.folder}: only heads of one layer, with the target's width and embedding, are trained",
-            hint="start without --init",
+            hint="begin with the target's weights",
+            parameters=["init"],
         )
     return replace(settings, algorithm=spec.algorithm, draft_vocab=spec.draft_vocab_size)
 

@@ -12,7 +12,7 @@ import torch
 
 from eagle_export.files import alone_in
 from eagle_export.heads.write import write_head
-from eagle_export.train import checkpoint, curve, record
+from eagle_export.train import checkpoint, record
 from eagle_export.train.batches import pack, split
 from eagle_export.train.evaluate import Validation, evaluate
 from eagle_export.train.interrupt import deferred
@@ -22,7 +22,7 @@ from eagle_export.train.workers import Workers
 from eagle_run.errors import EagleError, UsageError
 
 if TYPE_CHECKING:
-    from eagle_export.progress import Report
+    from eagle_export.progress import Progress
 
 _HISTORY_EVERY = 10  # updates per point of the loss curve
 _KEPT = ("training.json", "config.json", "model.safetensors")  # that are not written over
@@ -40,54 +40,64 @@ class Result:
         return {key: value for key, value in self.facts.items() if key != "history"}
 
 
-def train(request: TrainRequest, report: Report) -> Result:
+def train(request: TrainRequest, progress: Progress) -> Result:
     """Trains a head into `request.out`: config.json and model.safetensors of the best one by validation,
     training.json, curve.png, and checkpoints/.
 
     Ctrl-C saves a checkpoint, and ends in EagleError that says so. Raises UsageError where `out` holds
     another run or another model, or `resume` finds none; EagleError where another run is writing there.
     """
-    _check_place(request)
+    _check_out(request)
     workers = Workers(request.device)
     if not workers.first:
-        from eagle_export.progress import Report as Quiet
+        from eagle_export.progress import Progress as Quiet
 
-        report = Quiet(quiet=True)
+        progress = Quiet(quiet=True)
     try:
         with alone_in(request.out) if workers.first else nullcontext():
-            prepared = prepare(request, workers, report)
-            return _Run(request, prepared, workers, report).go()
+            prepared = prepare(request, workers, progress)
+            return _Run(request, prepared, workers, progress).go()
     finally:
         workers.close()
 
 
-def _check_place(request: TrainRequest) -> None:
+def _check_out(request: TrainRequest) -> None:
     checkpoints = checkpoint.found(request.out / "checkpoints")
     other = [name for name in _KEPT if (request.out / name).exists()]
     if request.resume and not checkpoints:
-        again = "start anew with another --out" if other else "start without --resume"
-        raise UsageError(f"{request.out}: no checkpoint to resume", hint=again)
+        raise UsageError(
+            f"{request.out}: no checkpoint to resume",
+            hint="start anew in another folder" if other else "start anew",
+            parameters=["out"] if other else ["resume"],
+        )
     if checkpoints and not request.resume:
         raise UsageError(
             f"{request.out} already holds a training run; it is kept",
-            hint="go on with --resume, or choose another --out",
+            hint="resume it, or choose another folder",
+            parameters=["resume", "out"],
         )
     if other and not request.resume:
         raise UsageError(
-            f"{request.out} already holds {', '.join(other)}; it is left alone", hint="choose another --out"
+            f"{request.out} already holds {', '.join(other)}; it is left alone",
+            hint="choose another folder",
+            parameters=["out"],
         )
 
 
 class _Run:
     """One run: the loop around a trainer."""
 
-    def __init__(self, request: TrainRequest, prepared: Prepared, workers: Workers, report: Report) -> None:
-        self.request, self.prepared, self.workers, self.report = request, prepared, workers, report
+    def __init__(
+        self, request: TrainRequest, prepared: Prepared, workers: Workers, progress: Progress
+    ) -> None:
+        self.request, self.prepared, self.workers, self.progress = request, prepared, workers, progress
         self.settings = prepared.settings
         lengths = prepared.samples.lengths()
         numbers, held = split(len(lengths), self.settings.validation, self.settings.seed)
         if not len(held):
-            report.note("nothing is held out (that takes 10 conversations): the last head counts as the best")
+            progress.note(
+                "nothing is held out (that takes 10 conversations): the last head counts as the best"
+            )
         self.checks = pack(lengths, held[lengths[held].argsort(stable=True)], self.settings.batch_tokens)
         self.trainer = Trainer(
             prepared.objective,
@@ -107,13 +117,13 @@ class _Run:
             self._restore()
         kept = self.prepared.vocabulary
         parameters = sum(p.numel() for p in trainer.objective.parameters() if p.requires_grad)
-        self.report.note(
+        self.progress.note(
             f"{len(trainer.numbers):,} conversations, {self.prepared.samples.token_count:,} tokens; draft "
             f"vocabulary {len(kept.ids):,} ({kept.coverage:.1%} of the answers); {parameters / 1e6:.1f} M "
             f"parameters to train; {trainer.total:,} updates on {self.workers.count} x {self.workers.device}"
         )
-        with self.report.bar("training") as show, deferred() as asked_to_stop:
-            if not trainer.progress.history:
+        with self.progress.bar("training") as show, deferred() as asked_to_stop:
+            if not trainer.run_state.history:
                 self._evaluate()
             while not trainer.done and not asked_to_stop():
                 self._one(show)
@@ -131,11 +141,12 @@ class _Run:
         if not math.isfinite(done.loss):
             raise EagleError(
                 f"the loss of update {done.update} is {done.loss}",
-                hint="start anew with a lower --lr or --precision fp32; the best head so far is kept",
+                hint="start anew with a lower learning rate, or in fp32; the best head so far is kept",
+                parameters=["lr", "precision"],
             )
         show(done.update / trainer.total, record.progress_text(self._recent[-50:], trainer.total))
         if done.update % _HISTORY_EVERY == 0 or trainer.done:
-            trainer.progress.history.append(record.point(self._recent[-_HISTORY_EVERY:]))
+            trainer.run_state.history.append(record.point(self._recent[-_HISTORY_EVERY:]))
         if done.update % settings.eval_every == 0 or trainer.done:
             self._evaluate()
         if settings.save_every and done.update % settings.save_every == 0:
@@ -143,17 +154,17 @@ class _Run:
 
     def _evaluate(self) -> None:
         """Looks at the held-out conversations, keeps the head if it is the best so far, draws the curve."""
-        at = self.trainer.progress
+        state = self.trainer.run_state
         if not self.workers.first:
             return
         with self.trainer.averaged():
-            found = self._validation()
-            if found is not None:
-                at.history.append({"update": at.update, "validation": found.as_dict()})
-                self.report.note(record.validation_text(at.update, found, self._recent[-50:]))
-            reached = 1.0 if found is None else found.tokens_per_round
-            if found is None or reached > at.best:
-                at.best = reached
+            validation = self._validation()
+            if validation is not None:
+                state.history.append({"update": state.update, "validation": validation.as_dict()})
+                self.progress.note(record.validation_text(state.update, validation, self._recent[-50:]))
+            reached = 1.0 if validation is None else validation.tokens_per_round
+            if validation is None or reached > state.best:
+                state.best = reached
                 self._write_head()
         self._write_facts()
 
@@ -163,7 +174,7 @@ class _Run:
         trainer = self.trainer
         trainer.objective.eval()
         try:
-            found = evaluate(
+            validation = evaluate(
                 trainer.objective,
                 trainer.source,
                 self.checks,
@@ -173,7 +184,7 @@ class _Run:
             )
         finally:
             trainer.objective.train()
-        return found if found.rows else None  # none of an answer within max_length
+        return validation if validation.rows else None  # none of an answer within max_length
 
     def _write_head(self) -> None:
         config = self.prepared.config
@@ -194,8 +205,8 @@ class _Run:
     def _write_facts(self) -> None:
         facts = self._facts()
         self.request.out.mkdir(parents=True, exist_ok=True)
-        curve.write_json(self.request.out / "training.json", facts)
-        curve.draw(self.request.out / "curve.png", facts["history"])
+        record.write_json(self.request.out / "training.json", facts)
+        record.draw(self.request.out / "curve.png", facts["history"])
 
     def _save(self) -> None:
         if not self.workers.first:
@@ -209,7 +220,7 @@ class _Run:
             "workers": self.workers.count,
             "rng": torch.get_rng_state(),
         }
-        checkpoint.save(self.checkpoints, self.trainer.progress.update, state, self.settings.keep)
+        checkpoint.save(self.checkpoints, self.trainer.run_state.update, state, self.settings.keep)
 
     def _restore(self) -> None:
         path = checkpoint.found(self.checkpoints)[-1]
@@ -228,18 +239,20 @@ class _Run:
         if wrong:
             raise UsageError(
                 f"{path.name} is of a run with other settings: {'; '.join(wrong)}",
-                hint="resume with the same ones, or start anew from its head: --init HEAD --out NEW",
+                hint="resume with the same ones, or start anew from its head in another folder",
+                parameters=["init", "out"],
             )
         self.trainer.restore(state)
         torch.set_rng_state(state["rng"])
-        self.report.note(f"goes on after update {self.trainer.progress.update}")
+        self.progress.note(f"goes on after update {self.trainer.run_state.update}")
 
     def _interrupted(self) -> None:
         self._save()
-        update = self.trainer.progress.update
+        update = self.trainer.run_state.update
         raise EagleError(
             f"interrupted after update {update}; a checkpoint is saved",
-            hint="run the same command with --resume to go on",
+            hint="resume the run to go on",
+            parameters=["resume"],
             exit_code=130,
         )
 

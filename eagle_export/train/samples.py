@@ -81,11 +81,11 @@ class Samples:
 
     def answered(self, length: int) -> int:
         """Tokens of answers that a draft learns to predict: from a conversation's third to its `length`th."""
-        found = 0
+        answered_rows = 0
         for shard in self.shards:
-            place = _places(shard.offsets)
-            found += int((shard.answers & (place >= 2) & (place < length)).sum())
-        return found
+            position = _positions(shard.offsets)
+            answered_rows += int((shard.answers & (position >= 2) & (position < length)).sum())
+        return answered_rows
 
     @property
     def token_count(self) -> int:
@@ -134,13 +134,14 @@ def _folder_target(folder: Path) -> str | None:
     return target.get("sha256") if isinstance(target, dict) else None
 
 
-def _signed(source: Path, found: str | None, expected: str | None) -> bool:
-    if expected is not None and found is not None and found != expected:
+def _signed(source: Path, signature: str | None, expected: str | None) -> bool:
+    if expected is not None and signature is not None and signature != expected:
         raise EagleError(
-            f"{source} was written by another target: expected sha256 {expected[:12]}…, found {found[:12]}…",
+            f"{source} was written by another target: expected sha256 {expected[:12]}…, found "
+            f"{signature[:12]}…",
             hint="a head learns what its own target says; make data with this target",
         )
-    return found is not None
+    return signature is not None
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -207,10 +208,10 @@ def _shard(name: str, arrays: dict[str, Tensor], vocab_size: int, path: Path) ->
                 f"{path}: loss_mask has {len(answers)} entries for {len(tokens)} tokens", hint=_HINT
             )
     else:
-        answers = _places(offsets) >= prompts.repeat_interleave(lengths)
+        answers = _positions(offsets) >= prompts.repeat_interleave(lengths)
     return Shard(name, tokens, offsets, answers)
 
 
-def _places(offsets: Tensor) -> Tensor:
-    """int64 [sum]: each token's place in its conversation."""
+def _positions(offsets: Tensor) -> Tensor:
+    """int64 [sum]: each token's position in its conversation."""
     return torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(offsets.diff())

@@ -90,10 +90,10 @@ class TrainSettings:
     def differences(self, other: dict[str, Any]) -> list[str]:
         """What a run with `other` settings would do differently, as "name: theirs, ours" lines."""
         mine = self.as_dict()
-        found = []
+        lines = []
         for field in fields(self):
             theirs, ours = other.get(field.name), mine[field.name]
             theirs = tuple(theirs) if isinstance(theirs, list) else theirs
             if field.name not in _FREE and theirs != ours:
-                found.append(f"{field.name}: was {theirs}, is {ours}")
-        return found
+                lines.append(f"{field.name}: was {theirs}, is {ours}")
+        return lines

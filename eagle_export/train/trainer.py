@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle_export.train.batches import epoch_batches, share
-from eagle_export.train.features import Source
+from eagle_export.train.features import BatchSource
 from eagle_export.train.objective import Objective
 from eagle_export.train.settings import TrainSettings
 from eagle_export.train.workers import Workers, autocast_type
@@ -21,7 +21,7 @@ from eagle_run.errors import UsageError
 
 
 @dataclass
-class Progress:
+class RunState:
     """Where a run stands. epoch and index: the next batch of this worker."""
 
     update: int = 0
@@ -63,7 +63,7 @@ class Trainer:
         self,
         objective: Objective,
         *,
-        source: Source,
+        source: BatchSource,
         lengths: Tensor,
         numbers: Tensor,
         settings: TrainSettings,
@@ -71,7 +71,7 @@ class Trainer:
     ) -> None:
         self.objective, self.source, self.settings, self.workers = objective, source, settings, workers
         self.lengths, self.numbers = lengths, numbers
-        self.progress = Progress()
+        self.run_state = RunState()
         self.autocast = autocast_type(settings.precision, workers.device)
         self._wrapped = workers.wrap(objective)
         self._weights = [p for p in objective.parameters() if p.requires_grad]
@@ -90,7 +90,9 @@ class Trainer:
         self._batches: tuple[int, list[list[int]]] | None = None
         if not self._epoch(0):
             raise UsageError(
-                f"fewer batches than the {workers.count} workers", hint="give a smaller --batch-tokens"
+                f"fewer batches than the {workers.count} workers",
+                hint="make the batches smaller",
+                parameters=["batch_tokens"],
             )
         self.total = settings.max_updates or max(
             1, settings.epochs * len(self._epoch(0)) // settings.accumulate
@@ -98,7 +100,7 @@ class Trainer:
 
     @property
     def done(self) -> bool:
-        return self.progress.update >= self.total
+        return self.run_state.update >= self.total
 
     def update(self) -> Update:
         """One update of the weights.
@@ -106,8 +108,8 @@ class Trainer:
         Its loss is the mean over all rows of its batches, those of other workers included, however they are
         spread over batches. How many there are is known at the end, so gradients are scaled then.
         """
-        began, at, settings = time.perf_counter(), self.progress, self.settings
-        lr = learning_rate(at.update, self.total, settings)
+        began, state, settings = time.perf_counter(), self.run_state, self.settings
+        lr = learning_rate(state.update, self.total, settings)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         device = self.workers.device
@@ -118,7 +120,7 @@ class Trainer:
             last = part == settings.accumulate - 1
             with self.workers.no_sync(self._wrapped, last=last):
                 with self._narrow():
-                    outcome = self._wrapped(batch, self._noise(at.update * settings.accumulate + part))
+                    outcome = self._wrapped(batch, self._noise(state.update * settings.accumulate + part))
                 loss = outcome.loss * outcome.rows[0]
                 loss.backward()
             sums[0] += loss.detach()
@@ -133,11 +135,11 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self._follow()
         mean, tokens = float(sums[0] / count), int(sums[-1])
-        at.update += 1
-        at.tokens += tokens
+        state.update += 1
+        state.tokens += tokens
         acceptance = tuple((hits / rows.clamp(min=1)).tolist())
         seconds = time.perf_counter() - began
-        return Update(at.update, mean, acceptance, int(rows[0]), tokens, seconds, lr)
+        return Update(state.update, mean, acceptance, int(rows[0]), tokens, seconds, lr)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -154,7 +156,7 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Everything that the next update depends on."""
-        at = self.progress
+        at = self.run_state
         return {
             "weights": [p.detach().clone() for p in self._weights],
             "average": self._average,
@@ -169,7 +171,7 @@ class Trainer:
         if self._average is not None:
             self._average = [x.to(self.workers.device) for x in state["average"]]
         self.optimizer.load_state_dict(state["optimizer"])
-        self.progress = Progress(**state["progress"])
+        self.run_state = RunState(**state["progress"])
         self.total = state["total"]
         self._batches = None
 
@@ -181,7 +183,7 @@ class Trainer:
     def _follow(self) -> None:
         if self._average is None:
             return
-        update = self.progress.update
+        update = self.run_state.update
         keep = min(self.settings.average, (1 + update) / (10 + update))  # young averages follow faster
         torch._foreach_lerp_(self._average, [p.detach() for p in self._weights], 1 - keep)
 
@@ -218,8 +220,8 @@ class Trainer:
         return self._batches[1]
 
     def _next(self) -> list[int]:
-        at = self.progress
-        if at.index >= len(self._epoch(at.epoch)):
-            at.epoch, at.index = at.epoch + 1, 0
-        at.index += 1
-        return self._epoch(at.epoch)[at.index - 1]
+        state = self.run_state
+        if state.index >= len(self._epoch(state.epoch)):
+            state.epoch, state.index = state.epoch + 1, 0
+        state.index += 1
+        return self._epoch(state.epoch)[state.index - 1]

@@ -59,12 +59,12 @@ def starts(batch: Batch) -> Tensor:
 def label_rows(batch: Batch, rows: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """labels int64 [K, N] and valid bool [K, N] of `Unrolled`: labels and mask move together."""
     length = batch.tokens.shape[1]
-    place = rows % length  # s
+    start = rows % length  # s
     step = torch.arange(steps, device=rows.device)[:, None]
-    label = place + 1 + step  # [K, N]: column of the target's row
+    label = start + 1 + step  # [K, N]: column of the target's row
     inside = label + 1 < length
     label = label.clamp(max=length - 2)
-    flat = (rows - place) + label
+    flat = (rows - start) + label
     # A draft's path ends where the answer does: all tokens up to the predicted one belong to it.
     answered = batch.answers.flatten()[flat + 1] & inside
     return flat, answered.long().cumprod(0).bool()
@@ -85,7 +85,7 @@ def unroll(
     features = features if noise is None else noise(features)
     hidden = features if fuse is None else fuse(features)  # [B, T, Hd]
     rows = starts(batch)
-    place = rows % length
+    start = rows % length
     tokens = batch.tokens.flatten()
     layers = [UnrolledAttention(rows, draft.spec.head_dim**-0.5) for _ in range(draft.spec.layers)]
 
@@ -98,8 +98,8 @@ def unroll(
     raw = [whole.flatten(0, 1)[rows]]  # [N, Hd]
     for step in range(1, steps):
         back = draft.norm(raw[-1]) if draft.spec.norm_output else raw[-1]
-        column = (place + 1 + step).clamp(max=length - 1)
-        ids = tokens[rows - place + column]
-        raw.append(draft.run(ids[None], back[None], (place + step)[None], attend)[0])
+        column = (start + 1 + step).clamp(max=length - 1)
+        ids = tokens[rows - start + column]
+        raw.append(draft.run(ids[None], back[None], (start + step)[None], attend)[0])
     labels, valid = label_rows(batch, rows, steps)
     return Unrolled(rows, raw, labels, valid)

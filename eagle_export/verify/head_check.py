@@ -26,6 +26,7 @@ from eagle_export.train.ttt import Batch, unroll
 from eagle_export.verify.checks import READING, Check
 
 STEPS = 3
+LAYER_IDS, SETTING = "head_layer_ids", "head_set"  # what a build is told by, see BuildOptions
 # Another reading must be better by this many standard errors and this many nats for the bundle's own to be
 # accused. The demo head over 12 answers: layers one off cost 0.08 and 0.12 nats at z 5.9 and 6.9, norms in
 # another place whole nats; the best other reading of the right one gains 0.009 at z 1.3.
@@ -34,9 +35,9 @@ SIGNIFICANT, CLEAR = 4.0, 0.02
 
 @dataclass(frozen=True)
 class Reading:
-    """One way to read a head. `flag` is what would choose it; empty for the bundle's own."""
+    """One way to read a head. `choice`: what a build would have to be told; empty for the bundle's own."""
 
-    flag: str
+    choice: str
     spec: HeadSpec
 
 
@@ -50,7 +51,7 @@ class Measured:
                    errors of the paired differences.
     """
 
-    flag: str
+    choice: str
     acceptance: tuple[float, ...]
     drafts: int
     likelihood: float
@@ -59,7 +60,7 @@ class Measured:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "reading": self.flag or "the bundle's own",
+            "reading": self.choice or "the bundle's own",
             "acceptance": [round(share, 4) for share in self.acceptance],
             "drafts": self.drafts,
             "log_likelihood": round(self.likelihood, 4),
@@ -73,25 +74,25 @@ def readings(spec: HeadSpec, *, layers: int, target_theta: float | None = None) 
 
     layers: of the target. target_theta: its RoPE base, which config.json of a head may repeat or forget.
     """
-    found = [Reading("", spec)]
+    others: list[Reading] = []
     if spec.has_fuse:
         for ids in _other_layers(spec.feature_layers, layers):
-            flag = f"--head-layer-ids {','.join(map(str, ids))}"
-            found.append(Reading(flag, replace(spec, feature_layers=ids)))
+            choice = f"{LAYER_IDS} {','.join(map(str, ids))}"
+            others.append(Reading(choice, replace(spec, feature_layers=ids)))
     if spec.algorithm == "eagle3":
         for name in SWITCHES:
             changed: dict[str, Any] = {name: not getattr(spec, name)}
-            flag = f"--head-set {name}={str(changed[name]).lower()}"
-            found.append(Reading(flag, replace(spec, **changed)))
+            choice = f"{SETTING} {name}={str(changed[name]).lower()}"
+            others.append(Reading(choice, replace(spec, **changed)))
     if spec.own_embedding and spec.hidden_size == spec.target_hidden_size:
-        flag = "the target's embedding, without embed_tokens.weight in its checkpoint,"
-        found.append(Reading(flag, replace(spec, own_embedding=False)))
+        choice = "the target's embedding, without embed_tokens.weight in its checkpoint,"
+        others.append(Reading(choice, replace(spec, own_embedding=False)))
     for theta in dict.fromkeys((10000.0, target_theta)):
         if theta is not None and theta != spec.rope_theta:
-            found.append(Reading(f"--head-set rope_theta={theta:g}", replace(spec, rope_theta=theta)))
+            others.append(Reading(f"{SETTING} rope_theta={theta:g}", replace(spec, rope_theta=theta)))
     if spec.rope_scaling:
-        found.append(Reading("--head-set rope_scaling=none", replace(spec, rope_scaling={})))
-    return found
+        others.append(Reading(f"{SETTING} rope_scaling=none", replace(spec, rope_scaling={})))
+    return [Reading("", spec), *others]
 
 
 def _other_layers(own: tuple[int, ...], layers: int) -> list[tuple[int, ...]]:
@@ -138,20 +139,20 @@ def measure_readings(
     if not tables[0]:
         return []
     whole = [_Drafted(*(torch.cat(parts, 1) for parts in zip(*table, strict=True))) for table in tables]
-    return [_measured(reading.flag, table, whole[0]) for reading, table in zip(chosen, whole, strict=True)]
+    return [_measured(reading.choice, table, whole[0]) for reading, table in zip(chosen, whole, strict=True)]
 
 
-def check_readings(found: Sequence[Measured]) -> Check:
+def check_readings(measured: Sequence[Measured]) -> Check:
     """Fails when another reading of the head is clearly better than the bundle's own."""
-    if not found or not found[0].drafts:
+    if not measured or not measured[0].drafts:
         return Check(READING, "ok", "no answer is long enough to try other readings of the head on")
-    own, *others = found
+    own, *others = measured
     detail = f"drafts that are the target's tokens, by unrolled step: {_shares(own)} of {own.drafts} in all"
     best = max(others, key=lambda other: other.gain, default=None)
     if best is None:
         return Check(READING, "ok", f"{detail}; there is no other way to read this head")
     if best.z >= SIGNIFICANT and best.gain >= CLEAR:
-        detail += f"; read with {best.flag} they are {_shares(best)}: build it again with that"
+        detail += f"; read with {best.choice} they are {_shares(best)}: build it again with that"
         return Check(READING, "fail", detail, best.gain, CLEAR)
     detail += f"; none of {len(others)} other readings is clearly better"
     return Check(READING, "ok", detail, best.gain, CLEAR)
@@ -172,8 +173,8 @@ def check_head(
         layers=modules.target.dims.layers,
         target_theta=float(theta) if isinstance(theta, (int, float)) else None,
     )
-    found = measure_readings(modules, chosen, answers)
-    return check_readings(found), found
+    measured = measure_readings(modules, chosen, answers)
+    return check_readings(measured), measured
 
 
 def _read_as(draft: Draft, spec: HeadSpec, embedding: Tensor) -> Draft:
@@ -210,20 +211,22 @@ def _draft(
     length = tokens.shape[1]
     answers = torch.arange(length)[None] >= prompt
     none = tokens.new_empty(0)
-    found = unroll(fuse, draft, Batch(tokens, answers, features, none, none), STEPS)
-    wanted = own[tokens[0][(found.labels + 1).clamp(max=length - 1)]]  # [K, N]: the label row's next token
-    known = found.valid & (wanted >= 0)
+    unrolled = unroll(fuse, draft, Batch(tokens, answers, features, none, none), STEPS)
+    draft_ids = own[
+        tokens[0][(unrolled.labels + 1).clamp(max=length - 1)]
+    ]  # [K, N]: the label row's next token
+    known = unrolled.valid & (draft_ids >= 0)
     best, likelihood = [], []
-    for raw, ids in zip(found.raw, wanted, strict=True):
+    for raw, ids in zip(unrolled.raw, draft_ids, strict=True):
         logits = draft.logits(raw)  # [N, Vd]
         best.append(logits.argmax(-1))
         chosen = logits.gather(1, ids.clamp(min=0)[:, None])[:, 0]
         likelihood.append(chosen - logits.logsumexp(-1))
-    hit = (torch.stack(best) == wanted) & known
-    return _Drafted(found.valid, hit, known, torch.stack(likelihood) * known)
+    hit = (torch.stack(best) == draft_ids) & known
+    return _Drafted(unrolled.valid, hit, known, torch.stack(likelihood) * known)
 
 
-def _measured(flag: str, table: _Drafted, own: _Drafted) -> Measured:
+def _measured(choice: str, table: _Drafted, own: _Drafted) -> Measured:
     shares = (table.hit.sum(1) / table.there.sum(1).clamp(min=1)).tolist()
     known = table.known
     count = max(1, int(known.sum()))
@@ -231,7 +234,7 @@ def _measured(flag: str, table: _Drafted, own: _Drafted) -> Measured:
     error = float(gains.std()) / math.sqrt(count) if count > 1 else 0.0
     gain = float(gains.sum()) / count
     return Measured(
-        flag=flag,
+        choice=choice,
         acceptance=tuple(shares),
         drafts=int(table.there.sum()),
         likelihood=float(table.likelihood.sum()) / count,

@@ -39,14 +39,14 @@ class Product:
 
 def onnx_precision(bundle: Bundle) -> str:
     """The precision of the target's ONNX graph. Raises EagleError when the bundle holds engines alone."""
-    found = [artifact for artifact in bundle.artifacts("target") if artifact.backend == "onnx"]
-    if not found:
-        there = ", ".join(sorted({artifact.backend for artifact in bundle.artifacts("target")})) or "none"
+    artifacts = [artifact for artifact in bundle.artifacts("target") if artifact.backend == "onnx"]
+    if not artifacts:
+        backends = ", ".join(sorted({artifact.backend for artifact in bundle.artifacts("target")})) or "none"
         raise EagleError(
-            f"{bundle.path}: no ONNX graph of the target to verify; the bundle has {there}",
+            f"{bundle.path}: no ONNX graph of the target to verify; the bundle has {backends}",
             hint="verify the bundle that the engines were compiled from",
         )
-    return found[0].precision
+    return artifacts[0].precision
 
 
 def base_precision(bundle: Bundle) -> str:
@@ -80,7 +80,7 @@ def fp8_weights(modules: Modules, bundle: Bundle) -> Iterator[None]:
     They are rounded from the source with the graph's scales, so a graph with other weights is not excused.
     Raises EagleError for a product whose layers the modules do not have.
     """
-    before: list[tuple[nn.Linear, Tensor]] = []
+    originals: list[tuple[nn.Linear, Tensor]] = []
     try:
         for name, module in named_graphs(modules).items():
             linears = named_linears(module)
@@ -88,11 +88,11 @@ def fp8_weights(modules: Modules, bundle: Bundle) -> Iterator[None]:
                 if unknown := [layer for layer in product.layers if layer not in linears]:
                     raise EagleError(f"the {name} graph has FP8 weights that the source does not: {unknown}")
                 chosen = [linears[layer] for layer in product.layers]
-                before += [(linear, linear.weight.data) for linear in chosen]
+                originals += [(linear, linear.weight.data) for linear in chosen]
                 _round(chosen, product.scale)
         yield
     finally:
-        for linear, weight in before:
+        for linear, weight in originals:
             linear.weight.data = weight
 
 

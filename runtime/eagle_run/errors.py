@@ -10,7 +10,7 @@ class EagleError(Exception):
 
     `message` says what was expected and what was found; `hint` says what to do. Both are in the words of the
     Python API: `parameters` names the arguments that could be changed ("max_batch"), and a command line adds
-    what it calls them (`--max-batch`). `exit_code` is 2 for wrong arguments and 1 for everything else.
+    what its options for them are called. `exit_code` is 2 for wrong arguments and 1 for everything else.
     Command lines print it without a traceback.
     """
 

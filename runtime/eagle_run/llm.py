@@ -15,6 +15,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeGuard, cast
 
+from eagle_run.chat_template import Message
 from eagle_run.decoding.config import AcceptanceRule, SpeculativeConfig
 from eagle_run.decoding.tree import TreeShape, fixed_tree
 from eagle_run.decoding.tree_spec import parse_tree_spec
@@ -25,7 +26,6 @@ from eagle_run.errors import EagleError, UsageError, as_eagle_error
 from eagle_run.metrics import Metrics
 from eagle_run.outputs import RequestOutput
 from eagle_run.params import RequestOutputKind, SamplingParams
-from eagle_run.chat_template import Message
 from eagle_run.tokenizer import Tokenizer
 from eagle_run.tuning.tree_tuning import auto_tree
 

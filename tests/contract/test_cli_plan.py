@@ -13,7 +13,7 @@ import eagle_export.pipeline.estimate
 import eagle_export.pipeline.plan
 from eagle_export.pipeline.estimate import Memory
 from eagle_export.pipeline.options import BuildOptions
-from eagle_export.pipeline.partial import JOURNAL, partial_of
+from eagle_export.pipeline.partial import JOURNAL, partial_folder
 from eagle_export.pipeline.plan import fit, make_plan
 from eagle_run.errors import EagleError
 
@@ -105,8 +105,8 @@ def test_what_an_interrupted_build_left_counts_as_room(
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**12, 0, needed - 1000))
     with pytest.raises(EagleError, match="are free"):
         fit(plan)
-    partial_of(plan.out).mkdir()
-    (partial_of(plan.out) / JOURNAL).write_bytes(bytes(1000))
+    partial_folder(plan.out).mkdir()
+    (partial_folder(plan.out) / JOURNAL).write_bytes(bytes(1000))
     fit(plan)
 
 

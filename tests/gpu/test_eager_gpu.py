@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from eagle_export.models import ops
+from eagle_run.dtypes import DTYPES
 
 pytestmark = pytest.mark.gpu
 
@@ -59,7 +60,7 @@ def test_graphs_give_what_they_give_on_a_cpu(setup: Any, device: torch.device, n
     there: dict[str, torch.Tensor] = {}
     for seed, spec in enumerate((*graph.spec.inputs, *graph.spec.outputs)):
         shape = [sizes[size] if isinstance(size, str) else size for size in spec.shape]
-        tensor = draw(*shape, seed=seed).to(getattr(torch, spec.dtype))
+        tensor = draw(*shape, seed=seed).to(DTYPES[spec.dtype].torch)
         there[spec.name] = there.get(spec.name.replace("present", "past"), tensor)
     there["tree_mask"].copy_((torch.arange(32) <= 9 + torch.arange(3)[:, None]).expand(2, 1, -1, -1))
     there["write_index"].copy_(torch.tensor([9, 4]))

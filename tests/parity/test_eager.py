@@ -20,6 +20,7 @@ from eagle_export.models.target import TargetModule
 from eagle_export.reference.eager import EagerGraph, draft_graph, fuse_graph, target_graph
 from eagle_run.backends.base import Graph
 from eagle_run.bundle.tensors import GraphSpec, TensorSpec
+from eagle_run.dtypes import DTYPES
 from eagle_run.errors import EagleError
 
 torch.set_num_threads(1)
@@ -104,7 +105,7 @@ def fake_bindings(graph: Graph) -> dict[str, Tensor]:
     for tensor in (*graph.spec.inputs, *graph.spec.outputs):
         shape = [sizes[size] if isinstance(size, str) else size for size in tensor.shape]
         past = tensor.name.replace("present", "past")
-        tensors[tensor.name] = tensors.get(past, torch.zeros(shape, dtype=getattr(torch, tensor.dtype)))
+        tensors[tensor.name] = tensors.get(past, torch.zeros(shape, dtype=DTYPES[tensor.dtype].torch))
     return tensors
 
 
@@ -146,7 +147,7 @@ def random_bindings(graph: EagerGraph, rows: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     for spec in (*graph.spec.inputs, *graph.spec.outputs):
         shape = [sizes[size] if isinstance(size, str) else size for size in spec.shape]
-        tensor = torch.randn(shape, generator=generator).to(getattr(torch, spec.dtype))
+        tensor = torch.randn(shape, generator=generator).to(DTYPES[spec.dtype].torch)
         tensors[spec.name] = tensors.get(spec.name.replace("present", "past"), tensor)
     columns = torch.arange(8) <= 4 + torch.arange(rows)[:, None]  # [T, KV]
     tensors["tree_mask"].copy_(columns.expand(2, 1, -1, -1))

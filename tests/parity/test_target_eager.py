@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eagle_export.models.target import TargetModule, native_operators
 from eagle_export.reference.eager import target_graph
+from eagle_run.dtypes import DTYPES
 from eagle_run.errors import EagleError
 
 torch.set_num_threads(1)
@@ -124,7 +125,7 @@ def test_runs_on_fake_tensors(kind: str) -> None:
         for tensor in (*graph.spec.inputs, *graph.spec.outputs):
             shape = [sizes[size] if isinstance(size, str) else size for size in tensor.shape]
             past = tensor.name.replace("present", "past")
-            made = tensors.get(past, torch.zeros(shape, dtype=getattr(torch, tensor.dtype)))
+            made = tensors.get(past, torch.zeros(shape, dtype=DTYPES[tensor.dtype].torch))
             tensors[tensor.name] = made
         graph.bind(tensors)()
 

@@ -178,8 +178,12 @@ def bakery() -> None: ...
 
 @bakery.command()
 @click.option("--rolls", "-r", "count", type=int)
-def bake(count: int) -> None:
-    raise UsageError(f"{count} rolls are too many", hint="ask for fewer", parameters=["count", "max_batch"])
+@click.option("--dark", "--well-done", "dark", is_flag=True)
+@click.option("--salt/--no-salt", default=True)
+@click.argument("oven", required=False)
+def bake(count: int, **_: object) -> None:
+    parameters = ["count", "max_batch"] if count > 6 else ["dark", "salt", "oven"]
+    raise UsageError(f"{count} rolls are too many", hint="ask for fewer", parameters=parameters)
 
 
 def test_a_command_line_adds_what_it_calls_a_parameter(capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,4 +191,6 @@ def test_a_command_line_adds_what_it_calls_a_parameter(capsys: pytest.CaptureFix
     assert run_cli(bakery, "bakery", ["bake", "-r", "9"]) == 2
     lines = ["error: 9 rolls are too many", "hint: ask for fewer (--rolls, --max-batch)"]
     assert capsys.readouterr().err.splitlines() == lines
+    assert run_cli(bakery, "bakery", ["bake", "-r", "5"]) == 2
+    assert "ask for fewer (--dark, --salt/--no-salt, OVEN)" in capsys.readouterr().err
     assert "--" not in str(UsageError("too many", hint="fewer", parameters=["count"]))

@@ -22,6 +22,7 @@ from eagle_export.reference import recipe as recipes
 from eagle_export.reference.modules import Modules, load_config, load_fitting_head, load_modules
 from eagle_run.bundle.manifest import Limits, TreeDefaults
 from eagle_run.bundle.tensors import GraphSpec
+from eagle_run.dtypes import BY_PRECISION
 from support.tiny import Sizes, write_head, write_target
 
 SIZES = Sizes(hidden=64, heads=4, kv_heads=2, inner=96, layers=2)  # heads of 16
@@ -32,7 +33,7 @@ LIMITS = Limits(
 )
 TREE = TreeDefaults(kind="dynamic", depth=3, top_k=3, nodes=10)
 ADA, BLACKWELL = "8.9", "12.0"
-DTYPES = {"fp8": torch.float16, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {name: dtype.torch for name, dtype in BY_PRECISION.items()} | {"fp8": torch.float16}  # its base
 
 
 @dataclass(frozen=True)

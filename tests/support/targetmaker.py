@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from eagle_run.backends.base import Graph
+from eagle_run.dtypes import DTYPES
 from support.familymaker import family_kinds
 
 VOCAB, LAYERS, ROWS = 128, 3, 40  # ROWS: S
@@ -103,7 +104,7 @@ class Runner:
         self._graph = graph
         self._batch = batch
         self._cache = {
-            tensor.name: torch.zeros([batch, *map(int, tensor.shape[1:])], dtype=getattr(torch, tensor.dtype))
+            tensor.name: torch.zeros([batch, *map(int, tensor.shape[1:])], dtype=DTYPES[tensor.dtype].torch)
             for tensor in graph.spec.inputs
             if tensor.name.startswith("past_")
         }
@@ -113,7 +114,7 @@ class Runner:
     ) -> tuple[Tensor, Tensor]:
         """ids, positions [B, T]; mask [B, 1, T, KV]; write [B]; index [B, R] -> logits and features."""
         width = int(self._graph.spec.outputs[1].shape[2])
-        dtype = getattr(torch, self._graph.spec.outputs[1].dtype)
+        dtype = DTYPES[self._graph.spec.outputs[1].dtype].torch
         out = {
             "logits": torch.full((self._batch, index.shape[1], VOCAB), torch.nan),
             "features": torch.full((self._batch, ids.shape[1], width), torch.nan, dtype=dtype),

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from eagle_run.dtypes import DTYPES
 from support.trtworld import (
     STREAM,
     CudaGraphStrategy,
@@ -16,7 +17,7 @@ from support.trtworld import (
     World,
 )
 
-_ELEMENT_TYPES = {"FLOAT": 1, "INT64": 7, "BOOL": 9, "HALF": 10, "BF16": 16, "INT32": 6}
+_BY_TENSORRT = {dtype.tensorrt: dtype for dtype in DTYPES.values() if dtype.tensorrt}
 
 
 class IRuntimeCache:
@@ -147,7 +148,7 @@ class IExecutionContext:
         for name, (mode, dtype, _) in self._engine._tensors.items():
             bind = binding.bind_input if mode == "INPUT" else binding.bind_output
             shape = list(self.get_tensor_shape(name))
-            bind(name, "cpu", 0, _ELEMENT_TYPES[dtype], shape, self._addresses[name])
+            bind(name, "cpu", 0, _BY_TENSORRT[dtype].onnx, shape, self._addresses[name])
         self._engine._session.run_with_iobinding(binding)
         return True
 

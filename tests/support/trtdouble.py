@@ -57,7 +57,6 @@ __all__ = [
     "write_engine",
 ]
 HEADER = 64
-_NAMES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int64": "INT64", "bool": "BOOL"}
 
 
 def make_library(world: World, backend: str = "tensorrt-rtx") -> Library:
@@ -86,7 +85,7 @@ def write_engine(path: Path, artifact: Artifact, onnx: Path, *, scratch: int, **
     data: dict[str, Any] = {
         "onnx": str(onnx),
         "tensors": [
-            [tensor.name, mode, _NAMES[tensor.dtype], list(tensor.shape)]
+            [tensor.name, mode, DTYPES[tensor.dtype].tensorrt, list(tensor.shape)]
             for mode, tensors in (("INPUT", spec.inputs), ("OUTPUT", spec.outputs))
             for tensor in tensors
         ],

@@ -29,14 +29,14 @@ def fake_quantized(
     """
     linears = named_linears(module)
     handles: list[Any] = []
-    before: list[tuple[nn.Linear, Tensor]] = []
+    originals: list[tuple[nn.Linear, Tensor]] = []
     try:
         for group in groups:
             scale = max(inputs[name] for name in group)
             shared = torch.stack([weight_scale(linears[name].weight.data) for name in group]).amax()
             for name in group:
                 linear = linears[name]
-                before.append((linear, linear.weight.data))
+                originals.append((linear, linear.weight.data))
                 linear.weight.data = rounded(linear.weight.data, shared)
 
                 def quantize(_: nn.Module, args: tuple[Tensor, ...], scale: float = scale) -> tuple[Tensor]:
@@ -47,7 +47,7 @@ def fake_quantized(
     finally:
         for handle in handles:
             handle.remove()
-        for linear, weight in before:
+        for linear, weight in originals:
             linear.weight.data = weight
 
 

@@ -63,12 +63,12 @@ def quantize(model: ir.Model, inputs: Mapping[str, float], checkpoint: Checkpoin
         layers = _layers_of(node)
         for layer in layers:
             missing.pop(layer, None)
-        wanted = [layer for layer in layers if layer in inputs]
-        if not wanted:
+        chosen = [layer for layer in layers if layer in inputs]
+        if not chosen:
             continue
         weight = _stored(layers, checkpoint)
-        if len(wanted) < len(layers) or weight == "partly":
-            kept += wanted
+        if len(chosen) < len(layers) or weight == "partly":
+            kept += chosen
             continue
         scale = max(inputs[layer] for layer in layers)
         scope.replace(node, layers, scale, None if weight == "none" else checkpoint)
@@ -96,8 +96,8 @@ def _layers_of(node: ir.Node) -> list[str]:
 
 def _stored(layers: list[str], checkpoint: Checkpoint | None) -> str:
     """Whether the checkpoint holds "all" of these layers in FP8, "none" or only a part ("partly")."""
-    there = 0 if checkpoint is None else sum(layer in checkpoint.layers for layer in layers)
-    return "none" if there == 0 else "all" if there == len(layers) else "partly"
+    count = 0 if checkpoint is None else sum(layer in checkpoint.layers for layer in layers)
+    return "none" if count == 0 else "all" if count == len(layers) else "partly"
 
 
 @dataclass
@@ -192,9 +192,9 @@ def _given_weight(
     """The checkpoint's own bytes, transposed and side by side, and their scales: float32 [] or [N]."""
     parts = [checkpoint.layers[layer] for layer in layers]
     expected = tuple(weight.const_value.shape)
-    found = (parts[0].shape[1], sum(part.shape[0] for part in parts))
-    if found != expected:
-        raise EagleError(f"{weight.name}: the checkpoint has {list(found)}, the graph {list(expected)}")
+    shape = (parts[0].shape[1], sum(part.shape[0] for part in parts))
+    if shape != expected:
+        raise EagleError(f"{weight.name}: the checkpoint has {list(shape)}, the graph {list(expected)}")
     columns = torch.cat([part.weight_scale.expand(part.shape[0]) for part in parts])  # [N]
     scales = columns[0] if bool((columns == columns[0]).all()) else columns
     stored = Streamed(name, [(part.stored, (1, 0)) for part in parts], torch.float8_e4m3fn)  # [K, N]

@@ -70,9 +70,9 @@ def sensitivity(
     costs = []
     for done, (group, size) in enumerate(zip(chosen, sizes, strict=True), start=1):
         with fake_quantized(modules.model, [group], inputs):
-            found = answered.log_probabilities()
-        kl = float((exact.exp() * (exact - found)).sum(-1).mean())
-        changed = float((exact.argmax(-1) != found.argmax(-1)).float().mean())
+            quantised = answered.log_probabilities()
+        kl = float((exact.exp() * (exact - quantised)).sum(-1).mean())
+        changed = float((exact.argmax(-1) != quantised.argmax(-1)).float().mean())
         costs.append(Cost(tuple(group), kl, changed, size / sum(sizes)))
         if on_progress:
             on_progress(done, len(chosen))

@@ -49,9 +49,11 @@ def need_gpu(backend: str) -> Gpu:
             f"{backend} needs an NVIDIA GPU, but torch {torch.__version__} is built without CUDA",
             hint=f"install a torch build for CUDA (see https://pytorch.org/get-started); {_DOCTOR}. "
             "Without a GPU, the device cpu runs the bundle's ONNX graphs",
+            parameters=["device"],
         )
     raise EagleError(
         f"{backend} needs an NVIDIA GPU, and torch (for CUDA {torch.version.cuda}) finds none",
         hint=f"install or update the NVIDIA driver (`nvidia-smi` must list the GPU); {_DOCTOR}. "
         "Without a GPU, the device cpu runs the bundle's ONNX graphs",
+        parameters=["device"],
     )

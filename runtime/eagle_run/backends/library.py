@@ -20,7 +20,7 @@ _OLDEST = {"tensorrt": (10, 15), "tensorrt-rtx": (1, 7)}
 
 @dataclass(frozen=True)
 class Library:
-    """The imported library. `backend` is its name on the command line, `version` as the module gives it."""
+    """The imported library. `backend` is our name for it, `version` as the module gives it."""
 
     module: ModuleType
     backend: str
@@ -55,7 +55,9 @@ def find_library(backend: str) -> Library:
     or wrong CUDA library) or is too old; UsageError for a backend that has no engines.
     """
     if backend not in MODULES:
-        raise UsageError(f"engines are compiled by {' or '.join(MODULES)}, found {backend!r}")
+        raise UsageError(
+            f"engines are compiled by {' or '.join(MODULES)}, found {backend!r}", parameters=["backend"]
+        )
     install = f"pip install 'eagle-export[{_EXTRAS[backend]}]' (Linux or Windows, for NVIDIA GPUs)"
     name = MODULES[backend]
     if importlib.util.find_spec(name) is None:

@@ -112,8 +112,9 @@ def _providers(ort: Any, device: torch.device) -> list[Any]:
     if _CUDA not in ort.get_available_providers():
         raise EagleError(
             f"onnxruntime {ort.__version__} has no CUDA provider (found {ort.get_available_providers()})",
-            hint="pip uninstall onnxruntime, then pip install --force-reinstall onnxruntime-gpu; "
-            "or run with --device cpu",
+            hint="`pip uninstall onnxruntime`, then `pip install --force-reinstall onnxruntime-gpu`; "
+            "or run on the CPU",
+            parameters=["device"],
         )
     stream = stream_of(device)
     assert stream is not None
@@ -146,7 +147,8 @@ def _no_cuda(ort: Any, lacking: str) -> EagleError:
         f"onnxruntime {ort.__version__} has a CUDA provider, but cannot load it: "
         f"{lacking or 'most likely the NVIDIA driver is missing or too old'}",
         hint=f"it needs a driver, cuBLAS and cuDNN for CUDA {version}: `nvidia-smi` shows the driver, "
-        "pip install 'onnxruntime-gpu[cuda,cudnn]' brings the libraries; or run with --device cpu",
+        "`pip install 'onnxruntime-gpu[cuda,cudnn]'` brings the libraries; or run on the CPU",
+        parameters=["device"],
     )
 
 

@@ -30,6 +30,7 @@ def narrowest(graph: str, profiles: Sequence[EngineProfile], sizes: Mapping[str,
             f"the {graph} engine has no profile for {wanted}; it has {'; '.join(map(_ranges, profiles))}",
             hint="take a smaller tree, batch or chunk, or compile the bundle again with all profiles: "
             "`eagle-export compile BUNDLE`",
+            parameters=["tree", "batch"],
         )
 
     def width(place: int) -> tuple[int, int]:

@@ -165,8 +165,9 @@ class _Context:
         return EagleError(
             f"{loader.library.label} cannot {what} the {self._spec.name} engine: "
             f"{loader.log.last or 'it does not say why'}",
-            hint="the GPU may be out of memory (a smaller --batch helps) or its driver too old; if this "
-            "happens while rounds are captured, --no-cuda-graphs avoids it",
+            hint="the GPU may be out of memory (a smaller batch helps) or its driver too old; if this "
+            "happens while rounds are captured, decoding without CUDA graphs avoids it",
+            parameters=["batch", "cuda_graphs"],
         )
 
 

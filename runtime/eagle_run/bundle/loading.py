@@ -135,7 +135,7 @@ def read_manifest(root: Path) -> Manifest:
     where = root / MANIFEST
     if not where.is_file():
         found = "a file" if root.is_file() else "no manifest.json" if root.is_dir() else "nothing there"
-        hint = "give the folder that `eagle-export build --out` wrote"
+        hint = "give the folder that `eagle-export build` wrote"
         if root.suffix == ".partial":
             hint = "this is what an interrupted build left behind; run the same command again to finish it"
         if not root.exists() and (aside := root.with_name(f"{root.name}.partial.old")).exists():

@@ -109,8 +109,16 @@ def _options(group: click.Command, arguments: Sequence[str], parameters: Sequenc
     """What the command that ran calls these parameters: "--max-batch, --batch"."""
     commands = getattr(group, "commands", {})
     command = next((commands[word] for word in arguments if word in commands), group)
-    known = {option.name: max(option.opts, key=len) for option in command.params if option.opts}
+    known = {option.name: _spelling(option) for option in command.params}
     return ", ".join(known.get(name, f"--{name.replace('_', '-')}") for name in parameters)
+
+
+def _spelling(parameter: click.Parameter) -> str:
+    """How a parameter is written: its first long name, and what turns it off; an argument as in the usage."""
+    if isinstance(parameter, click.Argument):
+        return parameter.human_readable_name
+    long = (name for name in parameter.opts if name.startswith("--"))
+    return "/".join((next(long, parameter.opts[0]), *parameter.secondary_opts))
 
 
 def _of_system(error: OSError) -> EagleError:

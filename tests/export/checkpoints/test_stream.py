@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle_export.checkpoints import stored as places
 from eagle_export.checkpoints import weight_stream as module
-from eagle_export.checkpoints.stored import StoredTensor, all_finite, marked, source_of, stored_tensors
+from eagle_export.checkpoints.stored import StoredTensor, all_finite, marked, stored_tensor_of, stored_tensors
 from eagle_export.checkpoints.weight_stream import InMemory, Streamed, as_numpy, bind, stream
 from eagle_run.errors import EagleError
 
@@ -87,19 +87,19 @@ def test_only_what_a_file_holds_as_it_is_has_a_place(tmp_path: Path) -> None:
     tensor = drawn(4, 8)
     weight = stored(tensor, tmp_path)
     plain = Streamed("w", [(weight, None)], torch.float32)
-    place = plain.place
-    assert place is not None
-    raw = place.file.read_bytes()[place.offset : place.offset + place.length]
+    file_range = plain.file_range
+    assert file_range is not None
+    raw = file_range.file.read_bytes()[file_range.offset : file_range.offset + file_range.length]
     assert raw == tensor.numpy().tobytes()
-    assert plain.permuted("t", (1, 0)).permuted("w", (1, 0)).place == place
-    assert plain.permuted("t", (1, 0)).place is None
-    assert Streamed("w", [(weight, None)], torch.float16).place is None
-    assert Streamed("w", [(weight, None)] * 2, torch.float32).place is None
-    assert Streamed("w", [(InMemory(tensor), None)], torch.float32).place is None
+    assert plain.permuted("t", (1, 0)).permuted("w", (1, 0)).file_range == file_range
+    assert plain.permuted("t", (1, 0)).file_range is None
+    assert Streamed("w", [(weight, None)], torch.float16).file_range is None
+    assert Streamed("w", [(weight, None)] * 2, torch.float32).file_range is None
+    assert Streamed("w", [(InMemory(tensor), None)], torch.float32).file_range is None
 
 
 def test_a_place_that_splits_a_number_is_none() -> None:
-    assert StoredTensor(Path("f"), "w", 13, (2,), torch.float32).place is None
+    assert StoredTensor(Path("f"), "w", 13, (2,), torch.float32).file_range is None
 
 
 def test_what_fp16_cannot_hold_is_an_error() -> None:
@@ -169,10 +169,10 @@ def test_tensors_know_where_they_are_from_until_they_are_changed(tmp_path: Path,
     save_file({"w": drawn(5, 4, dtype=dtype), "d": drawn(3).to(torch.int64)}, file)
     found = marked(load_file(file), file)
     for name, tensor in found.items():
-        place = source_of(tensor)
-        assert place is not None
-        assert torch.equal(place.load(), tensor), name
-    assert source_of(found["w"] * 2) is None
+        stored = stored_tensor_of(tensor)
+        assert stored is not None
+        assert torch.equal(stored.load(), tensor), name
+    assert stored_tensor_of(found["w"] * 2) is None
     assert all_finite(found["w"])
 
 

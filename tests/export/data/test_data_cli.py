@@ -207,7 +207,11 @@ def fails(outcome: Any, code: int, *words: str) -> None:
         (("--self-play", 4, "--max-prompt-tokens", 96), 2, ["--max-prompt-tokens", "no room"]),
         (("--self-play", 4, "--temperature", "hot"), 2, ["--temperature", "'hot'"]),
         (("--self-play", 4, "--near", 0), 2, ["--near"]),
-        (("--self-play", 4, "--prompt-temperature", 1e-9), 2, ["--prompt-temperature 1e-09"]),
+        (
+            ("--self-play", 4, "--prompt-temperature", 1e-9),
+            2,
+            ["prompt_temperature is 1e-09", "(--prompt-temperature)"],
+        ),
         (("--self-play", 0), 2, ["--self-play"]),
         (("--prompts", "no-such.jsonl"), 1, ["no-such.jsonl", "cannot be read"]),
         (("--self-play", 4, "--exclude", "no-such.jsonl"), 1, ["no-such.jsonl"]),
@@ -248,7 +252,13 @@ def test_a_shorter_run_would_leave_shards_behind(
 ) -> None:
     before = shard_bytes(whole_run)
     shorter = command(talking_target, prompts, whole_run)
-    fails(cli(*shorter, "--self-play", 9), 1, "made with --self-play 14", "or more")
+    fails(
+        cli(*shorter, "--self-play", 9),
+        1,
+        "made with 14 prompts of the target",
+        "14 or more",
+        "(--self-play, --out)",
+    )
     assert shard_bytes(whole_run) == before
 
 

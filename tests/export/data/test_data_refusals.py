@@ -24,8 +24,9 @@ from eagle_run.special_tokens import RenderedChat
 @pytest.mark.parametrize("changes", [{"openings": Path("x")}, {"turns": 2}], ids=["openings", "turns"])
 def test_what_is_for_self_play_alone(changes: dict[str, Any]) -> None:
     settings = DataSettings(prompts=(Path("p.jsonl"),), **changes)
-    with pytest.raises(UsageError, match="--openings and --turns are for --self-play"):
+    with pytest.raises(UsageError, match="that the target writes itself") as caught:
         settings.check()
+    assert caught.value.parameters == ("self_play", "openings", "turns")
 
 
 @pytest.mark.parametrize(

@@ -158,8 +158,9 @@ def test_temperatures_and_their_shares() -> None:
     for temperature, share in mix:
         assert abs(count[temperature] / 8000 - share) < 0.03
     for bad in ("", "warm", "-1", "1:0", "0:1,,1:1", "nan", "inf"):
-        with pytest.raises(UsageError, match="--temperature"):
+        with pytest.raises(UsageError, match="temperatures with their shares") as caught:
             parse_temperatures(bad)
+        assert caught.value.parameters == ("temperatures",)
 
 
 def test_seeds_are_functions_of_their_numbers() -> None:

@@ -39,9 +39,9 @@ def test_architectures_come_out_once_and_ascending() -> None:
 @pytest.mark.parametrize(
     ("precision", "arch", "reason", "instead"),
     [
-        ("fp8", "sm86", "FP8 matrix units before Ada", "fp16 or bf16"),
-        ("fp8", "sm75", "FP8 matrix units before Ada", "--precision fp16,"),
-        ("bf16", "sm75", "bfloat16 before Ampere", "--precision fp16,"),
+        ("fp8", "sm86", "FP8 matrix units before Ada", "build in fp16 or bf16,"),
+        ("fp8", "sm75", "FP8 matrix units before Ada", "build in fp16,"),
+        ("bf16", "sm75", "bfloat16 before Ampere", "build in fp16,"),
     ],
 )
 def test_a_precision_that_a_gpu_lacks(precision: str, arch: str, reason: str, instead: str) -> None:
@@ -50,6 +50,7 @@ def test_a_precision_that_a_gpu_lacks(precision: str, arch: str, reason: str, in
     assert arch in caught.value.message
     assert "sm120" not in caught.value.message
     assert instead in caught.value.hint
+    assert caught.value.parameters == ("precision", "target_arch")
 
 
 @pytest.mark.parametrize("arch", ["sm90", "10.0", "sm87"])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.enginemaker import ADA, Graphs
 
-from eagle_export.engines.build import Progress
+from eagle_export.engines.build import PhaseProgress
 from eagle_export.engines.request import COMPATIBILITIES, EngineSettings
 
 # TensorRT and TensorRT-RTX are one API: here the installed module stands in for `tensorrt`, so that what is
@@ -109,12 +109,12 @@ def test_settings_of_plain_tensorrt_reach_its_config(rtx: Any) -> None:
 
 
 class Told:
-    """Collects what `Progress` sends; the clock goes a second at each look."""
+    """Collects what `PhaseProgress` sends; the clock goes a second at each look."""
 
     def __init__(self, profiles: int) -> None:
         self.sent: list[tuple[float, str]] = []
         self.now = 0.0
-        self.progress = Progress(self._send, profiles, clock=self._clock)
+        self.progress = PhaseProgress(self._send, profiles, clock=self._clock)
 
     def _send(self, message: dict[str, Any]) -> None:
         self.sent.append(tuple(message["progress"]))
@@ -149,7 +149,7 @@ def test_progress_follows_the_phase_that_takes_the_time() -> None:
 def test_progress_is_told_four_times_a_second_at_most() -> None:
     sent: list[Any] = []
     times = iter(n / 100 for n in range(10_000))
-    progress = Progress(sent.append, 1, clock=lambda: next(times))
+    progress = PhaseProgress(sent.append, 1, clock=lambda: next(times))
     progress.start("Computing profile costs", 200)
     for step in range(200):
         progress.step("Computing profile costs", step)

@@ -1,4 +1,4 @@
-"""`--head-set`: what a person says of a head, over what its checkpoint says."""
+"""Settings of a head: what a person says of it, over what its checkpoint says."""
 
 from __future__ import annotations
 
@@ -29,25 +29,26 @@ def test_texts_are_read_back() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("norm_outptu=true", "--head-set knows norm_output, "),
-        ("norm_output", "norm_output should be true or false, found ''"),
+        ("norm_outptu=true", "NAME=VALUE with one of norm_output, "),
+        ("norm_output", "norm_output of the head should be true or false, found ''"),
         ("norm_output=1", "true or false, found '1'"),
         ("rope_theta=-1", "positive number, found '-1'"),
         ("rope_theta=inf", "positive number"),
         ("rope_theta=many", "positive number, found 'many'"),
-        ("rope_scaling=yarn", "rope_scaling can only be none"),
-        ("layer_ids=1", "--head-set knows"),
-        ("", "--head-set knows"),
+        ("rope_scaling=yarn", "rope_scaling of the head can only be none"),
+        ("layer_ids=1", "NAME=VALUE with one of"),
+        ("", "NAME=VALUE with one of"),
     ],
 )
 def test_refused(text: str, words: str) -> None:
     with pytest.raises(UsageError) as error:
         parse_settings([text])
     assert words in error.value.message
+    assert error.value.parameters == ("head_set",)
 
 
 def test_said_once() -> None:
-    with pytest.raises(UsageError, match="gives norm_output twice"):
+    with pytest.raises(UsageError, match="norm_output of the head is set twice"):
         parse_settings(["norm_output=true", "norm_output=false"])
 
 
@@ -68,9 +69,9 @@ def test_applied_to_a_spec() -> None:
 
 
 def test_options_are_checked_before_anything_else() -> None:
-    with pytest.raises(UsageError, match="--head-set knows"):
+    with pytest.raises(UsageError, match="NAME=VALUE with one of"):
         BuildOptions("x", head_set=("nothing=1",)).check()
-    with pytest.raises(UsageError, match="--head none has no head"):
+    with pytest.raises(UsageError, match="there is no head"):
         BuildOptions("x", head="none", head_set=("norm_output=true",)).check()
     options = BuildOptions("x", head_set=("norm_output=true",), head_layer_ids=(1, 2))
     assert options.head_settings == HeadSettings(norm_output=True, layer_ids=(1, 2))

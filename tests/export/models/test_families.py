@@ -104,7 +104,8 @@ def test_longrope_up_to_where_its_frequencies_change() -> None:
     check_family(config, 4096)
     with pytest.raises(EagleError, match="beyond 4096 tokens its frequencies change") as caught:
         check_family(config, 4097)
-    assert "--max-seq-len 4096" in caught.value.hint
+    assert "4096 or less" in caught.value.hint
+    assert caught.value.parameters == ("max_seq_len",)
 
 
 @pytest.mark.parametrize(

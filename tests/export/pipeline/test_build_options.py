@@ -19,7 +19,7 @@ from eagle_export.pipeline.options import (
     choose_tree,
 )
 from eagle_export.pipeline.plan import make_plan
-from eagle_export.progress import Report, peak_memory_bytes
+from eagle_export.progress import Progress, peak_memory_bytes
 from eagle_export.reference.recipe import BuildLimits
 from eagle_run.bundle.manifest import TreeDefaults
 from eagle_run.errors import UsageError
@@ -74,17 +74,18 @@ def test_the_cache_has_room_behind_the_longest_sequence(tree: TreeDefaults | Non
 
 
 @pytest.mark.parametrize(
-    ("given", "flag"),
+    ("given", "parameters"),
     [
-        ({"top_k": 2}, "--branch"),
-        ({"tree": "chain"}, "--tree"),
-        ({"head_layer_ids": (1,)}, "--head-layer-ids"),
+        ({"top_k": 2}, {"top_k", "head"}),
+        ({"tree": "chain", "depth": 3}, {"tree", "depth", "head"}),
+        ({"head_layer_ids": (1,)}, {"head_layer_ids", "head_set", "head"}),
     ],
 )
-def test_options_of_a_draft_need_a_head(given: dict[str, object], flag: str) -> None:
+def test_options_of_a_draft_need_a_head(given: dict[str, object], parameters: set[str]) -> None:
     options(**given).check()
-    with pytest.raises(UsageError, match=flag):
+    with pytest.raises(UsageError) as caught:
         options(head="none", **given).check()
+    assert set(caught.value.parameters) == parameters
 
 
 def test_contradictions_are_found_before_any_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,27 +141,27 @@ def test_options_and_engines_mean_the_same_profiles() -> None:
 
 
 def test_a_report_tells_each_step_once_it_is_done(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report()
-    with report.step("first thing"):
+    progress = Progress()
+    with progress.step("first thing"):
         pass
-    with pytest.raises(RuntimeError), report.step("broken thing"):
+    with pytest.raises(RuntimeError), progress.step("broken thing"):
         raise RuntimeError
-    assert list(report.track([1, 2], "things")) == [1, 2]
+    assert list(progress.track([1, 2], "things")) == [1, 2]
     captured = capsys.readouterr()
     assert captured.out == ""
     lines = captured.err.splitlines()
     assert [line.split("  ")[1] for line in lines] == ["first thing", "things"]
-    assert set(report.seconds) == {"first thing", "things"}
-    assert report.total_seconds() >= sum(report.seconds.values())
+    assert set(progress.seconds) == {"first thing", "things"}
+    assert progress.total_seconds() >= sum(progress.seconds.values())
 
 
 def test_a_quiet_report_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report(quiet=True)
-    with report.step("a"):
-        report.note("b")
-    assert list(report.track([1], "c")) == [1]
+    progress = Progress(quiet=True)
+    with progress.step("a"):
+        progress.note("b")
+    assert list(progress.track([1], "c")) == [1]
     assert capsys.readouterr() == ("", "")
-    assert report.seconds.keys() == {"a", "c"}
+    assert progress.seconds.keys() == {"a", "c"}
 
 
 def test_peak_memory_is_in_bytes() -> None:

@@ -18,7 +18,7 @@ from eagle_export.pipeline.partial import Partial
 from eagle_export.pipeline.quantization import Quantization
 from eagle_export.pipeline.resume import recall_graph, record_graph, tool_identity
 from eagle_export.pipeline.writer import BundleWriter
-from eagle_export.progress import Report
+from eagle_export.progress import Progress
 from eagle_export.quantize.fp8.rewrite import Quantized
 from eagle_run.bundle.manifest import Limits, TreeDefaults
 from eagle_run.bundle.records import EngineInfo, EngineProfile
@@ -98,7 +98,7 @@ def compiled(place: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, *
         rest = fill(writer)
         writer.keep()
         limits, tree = Limits.model_validate(rest["limits"]), TreeDefaults.model_validate(rest["tree"])
-        compile_graphs(writer, limits, tree, engine, Report(quiet=True))
+        compile_graphs(writer, limits, tree, engine, Progress(quiet=True))
         return writer.artifacts
 
 

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from support.bundlemaker import DRAFT_VOCAB, VOCAB, byte_tokenizer, write_bundle
 from support.bundlewriting import fill, names, spec, write
 
+from eagle_export.output_folder import check_links, check_output_folder
 from eagle_export.pipeline.writer import BundleWriter
-from eagle_export.place import check_links, check_place
 from eagle_run.bundle.loading import load_bundle
 from eagle_run.bundle.records import FileEntry
 from eagle_run.errors import EagleError, UsageError
@@ -95,7 +95,7 @@ def test_a_bundle_is_kept_unless_forced(tmp_path: Path) -> None:
     write_bundle(tmp_path / "b")
     with pytest.raises(EagleError, match="already holds a bundle; it is kept") as caught:
         write(tmp_path / "b")
-    assert "--force" in caught.value.hint
+    assert caught.value.parameters == ("force",)
     assert (tmp_path / "b/onnx/target.onnx").read_text() == "graph of target"
     write(tmp_path / "b", mark="!", force=True)
     assert (tmp_path / "b/onnx/target.onnx").read_text() == "target!"
@@ -109,7 +109,7 @@ def test_other_folders_and_files_are_never_touched(tmp_path: Path, force: bool) 
     (tmp_path / "file").write_text("x")
     for name, message in (("photos", "not a bundle; it is left alone"), ("file", "is a file")):
         with pytest.raises(EagleError, match=message):
-            check_place(tmp_path / name, force=force)
+            check_output_folder(tmp_path / name, force=force)
         with pytest.raises(EagleError, match=message):
             write(tmp_path / name, force=force)
     assert (tmp_path / "photos/cat.jpg").read_text() == "cat"
@@ -118,7 +118,7 @@ def test_other_folders_and_files_are_never_touched(tmp_path: Path, force: bool) 
 
 @pytest.mark.parametrize("place", ["/", "..", "../.."])
 def test_places_without_a_name_are_usage_errors(place: str) -> None:
-    with pytest.raises(UsageError, match="no place for a bundle"):
+    with pytest.raises(UsageError, match="cannot become a bundle's folder"):
         BundleWriter(place)
 
 
@@ -126,7 +126,7 @@ def test_a_place_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(EagleError, match="cannot be made") as caught:
         write(tmp_path / "file/b")
-    assert "--out" in caught.value.hint
+    assert caught.value.parameters == ("out",)
 
 
 def test_a_link_is_replaced_and_its_target_kept(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_weights_on_another_disk_are_refused_before_anything_is_written(
     for file, place in (("here", "/proc/new/bundle"), ("cached", str(tmp_path / "new/bundle"))):
         with pytest.raises(EagleError, match="cannot be linked into") as caught:
             check_links([tmp_path / f"{file}.safetensors"], Path(place))
-        assert "--link-weights" in caught.value.hint
+        assert caught.value.parameters == ("out", "link_weights")
 
     def bound(*_: object) -> None:
         raise OSError(errno.EXDEV, "Invalid cross-device link")

@@ -244,7 +244,7 @@ def test_heads_that_are_not_there(recipe_dir: Path, tmp_path: Path) -> None:
     target = resolve_target("tiny-1b")
     with pytest.raises(UsageError, match="no eagle1 head is known for tiny-1b; it has eagle3") as caught:
         resolve_head("eagle1", target)
-    assert "--head FOLDER" in caught.value.hint
+    assert caught.value.parameters == ("head",)
     with pytest.raises(UsageError, match="it names none"):
         resolve_head("eagle3", resolve_target("tiny-2b"))
     with pytest.raises(UsageError, match="unknown head 'eagle4'"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.trainset import answers_by, request_of, write_learned_target, write_npz
 
-from eagle_export.progress import Report
+from eagle_export.progress import Progress
 from eagle_export.train.run import train
 
 
@@ -27,5 +27,5 @@ def data(learned: Path) -> Path:
 @pytest.fixture(scope="session")
 def trained(learned: Path, data: Path) -> Path:
     out = learned.parent / "head"
-    train(request_of(learned, data, out), Report(quiet=True))
+    train(request_of(learned, data, out), Progress(quiet=True))
     return out

@@ -51,13 +51,19 @@ def test_train_prints_its_result_as_json(
 @pytest.mark.parametrize(
     ("extra", "word"),
     [
-        (["--layers", "a"], "--layers should be numbers"),
+        (
+            ["--layers", "a"],
+            "numbers with commas between them, found 'a'\nhint: for example 2,15,27 (--layers)",
+        ),
         (["--layers", "2,1"], "do not fit a target of 3 layers"),
         (["--resume"], "no checkpoint to resume"),
         (["--data", "nowhere"], "neither a data folder"),
         (["--init", "nothing"], "unknown head"),
         (["--average", "1"], "--average"),
-        (["--algorithm", "eagle1", "--layers", "0,1"], "reads the last hidden state alone"),
+        (
+            ["--algorithm", "eagle1", "--layers", "0,1"],
+            "reads the last hidden state alone\nhint: leave the layers out (--layers)",
+        ),
         (["--max-length", "8"], "no answers to learn from in the first 8 tokens"),
     ],
 )
@@ -83,7 +89,7 @@ def test_no_model_is_written_over(
     assert run(arguments) == 2
     assert "config.json, model.safetensors; it is left alone" in capsys.readouterr().err
     assert run([*arguments, "--resume"]) == 2
-    assert "another --out" in capsys.readouterr().err
+    assert "another folder (--out)" in capsys.readouterr().err
     assert (tiny_target / "model.safetensors").read_bytes() == before
 
 

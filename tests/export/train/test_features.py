@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from support.trainset import PROMPTS, TALKS, Letters, write_npz
 
 from eagle_export.train import features
-from eagle_export.train.features import Cached, OnTheFly, TargetFeatures, cache_files, fill
+from eagle_export.train.features import Cached, OnTheFly, TargetFeatures, cache_files, fill_cache
 from eagle_export.train.samples import Samples, load_samples
 from eagle_run.errors import EagleError
 
@@ -19,7 +19,7 @@ def cached(
     samples: Samples, folder: Path, length: int = 6, layers: tuple[int, ...] = (0, 2)
 ) -> tuple[Cached, list[Path]]:
     target = TargetFeatures(Letters(), layers, torch.float32)
-    fill(folder, samples, "abc", target, lambda *_: None, max_length=length)
+    fill_cache(folder, samples, "abc", target, lambda *_: None, max_length=length)
     files = cache_files(folder, samples, "abc", target, max_length=length)
     return Cached(samples, files, layers, length), files
 

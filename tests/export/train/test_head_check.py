@@ -51,7 +51,7 @@ def read_as(whole: Modules, learned: Path, head: Path, said: HeadSettings) -> Mo
 def test_a_head_that_is_read_right_is_not_accused(whole: Modules, answers: Answers) -> None:
     check, found = check_head(whole, answers)
     assert check.status == "ok", check
-    assert found[0].flag == ""
+    assert found[0].choice == ""
     assert found[0].acceptance[0] > 0.5
     assert max(other.gain for other in found[1:]) < CLEAR
     assert "clearly better" in check.detail
@@ -101,14 +101,14 @@ def test_layers_that_are_off_by_one_are_noticed(featured: Modules, answers: Answ
     draft.load_state_dict(state)
     check, found = check_head(replace(featured, draft=draft), answers)
     assert check.status == "fail", (check, found)
-    assert "read with --head-layer-ids 1,2,3 they are" in check.detail
+    assert "read with head_layer_ids 1,2,3 they are" in check.detail
 
 
 @pytest.mark.parametrize(
     ("said", "flag"),
     [
-        (HeadSettings(norm_output=True), "--head-set norm_output=false"),
-        (HeadSettings(norm_before_residual=True), "--head-set norm_before_residual=false"),
+        (HeadSettings(norm_output=True), "head_set norm_output=false"),
+        (HeadSettings(norm_before_residual=True), "head_set norm_before_residual=false"),
     ],
     ids=["norm_output", "norm_before_residual"],
 )
@@ -144,31 +144,31 @@ def test_an_untrained_head_has_no_better_reading(whole: Modules, learned: Path, 
 
 def test_readings_are_those_that_fit() -> None:
     plain = spec_of(feature_layers=(2, 4, 5))
-    flags = [reading.flag for reading in readings(plain, layers=8, target_theta=500000.0)]
-    assert flags == [
+    choices = [reading.choice for reading in readings(plain, layers=8, target_theta=500000.0)]
+    assert choices == [
         "",
-        "--head-layer-ids 1,3,4",
-        "--head-layer-ids 3,5,6",
-        "--head-set norm_output=true",
-        "--head-set norm_before_residual=true",
-        "--head-set norm_hidden_twice=true",
-        "--head-set rope_theta=500000",
+        "head_layer_ids 1,3,4",
+        "head_layer_ids 3,5,6",
+        "head_set norm_output=true",
+        "head_set norm_before_residual=true",
+        "head_set norm_hidden_twice=true",
+        "head_set rope_theta=500000",
     ]
     scaled = replace(plain, feature_layers=(0, 3, 7), rope_theta=5e5, rope_scaling={"rope_type": "yarn"})
-    flags = [reading.flag for reading in readings(scaled, layers=8, target_theta=5e5)]
-    assert "--head-layer-ids 2,4,5" in flags  # what a head without ids means; one lower does not fit
-    assert "--head-layer-ids 1,4,9" in flags  # one higher: 9 is the last layer's output before the norm
-    assert flags[-2:] == ["--head-set rope_theta=10000", "--head-set rope_scaling=none"]
-    assert [reading.flag for reading in readings(spec_of("eagle1"), layers=3)] == [""]
+    choices = [reading.choice for reading in readings(scaled, layers=8, target_theta=5e5)]
+    assert "head_layer_ids 2,4,5" in choices  # what a head without ids means; one lower does not fit
+    assert "head_layer_ids 1,4,9" in choices  # one higher: 9 is the last layer's output before the norm
+    assert choices[-2:] == ["head_set rope_theta=10000", "head_set rope_scaling=none"]
+    assert [reading.choice for reading in readings(spec_of("eagle1"), layers=3)] == [""]
     for ids, others in (((2, 4, 9), {"1,3,7", "2,4,5", "2,4,8"}), ((2, 4, 8), {"1,3,7", "2,4,5", "2,4,9"})):
-        found = [reading.flag for reading in readings(replace(plain, feature_layers=ids), layers=8)]
-        assert {flag.split()[1] for flag in found if "layer-ids" in flag} == others
+        choices = [reading.choice for reading in readings(replace(plain, feature_layers=ids), layers=8)]
+        assert {choice.split()[1] for choice in choices if "layer_ids" in choice} == others
     last = replace(plain, has_fc=False, feature_layers=(8,))
-    assert not any("layer-ids" in reading.flag for reading in readings(last, layers=8))
+    assert not any("layer_ids" in reading.choice for reading in readings(last, layers=8))
 
 
-def measured(flag: str, gain: float, z: float) -> Measured:
-    return Measured(flag, (0.5, 0.4), 1000, gain - 2.0, gain, z)
+def measured(choice: str, gain: float, z: float) -> Measured:
+    return Measured(choice, (0.5, 0.4), 1000, gain - 2.0, gain, z)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def measured(flag: str, gain: float, z: float) -> Measured:
     ],
 )
 def test_where_the_line_is(gain: float, z: float, status: str) -> None:
-    worse = measured("--head-layer-ids 1", -3.0, -20.0)
+    worse = measured("head_layer_ids 1", -3.0, -20.0)
     check = check_readings([measured("", 0.0, 0.0), worse, measured("-x", gain, z)])
     assert check.status == status
     assert ("read with -x" in check.detail) is (status == "fail")
@@ -221,6 +221,6 @@ def test_verify_says_which_option_reads_a_head_right(
     failed = {name for name, check in checks.items() if check["status"] == "fail"}
     assert failed == ({"head: reading"} if wrong else set())  # the graphs are what they were built to be
     assert code == int(wrong)
-    assert ("--head-set norm_before_residual=false" in checks["head: reading"]["detail"]) is wrong
+    assert ("head_set norm_before_residual=false" in checks["head: reading"]["detail"]) is wrong
     assert result["readings"][0]["reading"] == "the bundle's own"
     assert len(result["readings"]) > 3

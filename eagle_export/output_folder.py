@@ -1,4 +1,4 @@
-"""The place where a bundle goes: may it be written there, is there room, and the final swap."""
+"""The folder that a bundle goes to: may it be written, is there room, and the final swap."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def free_space(path: Path) -> int:
     return shutil.disk_usage(_existing(path)).free
 
 
-def check_links(files: Iterable[Path], place: Path) -> None:
-    """Raises EagleError where files cannot be linked to where `place` will be: it is on another disk, say.
+def check_links(files: Iterable[Path], folder: Path) -> None:
+    """Raises EagleError where files cannot be linked to where `folder` will be: it is on another disk, say.
 
     That is tried with one file of each folder. Disks need not differ by their numbers: a folder that is bound
     into a container is as good as another disk.
     """
-    probe = _existing(place) / f".eagle-export-{os.getpid()}"
+    probe = _existing(folder) / f".eagle-export-{os.getpid()}"
     for file in {file.resolve().parent: file for file in files}.values():
         try:
             os.link(file.resolve(), probe)
             probe.unlink()
         except OSError as error:
-            raise no_link(file, place, error) from None
+            raise no_link(file, folder, error) from None
 
 
 def no_link(file: Path, folder: Path, error: OSError) -> EagleError:
@@ -37,7 +37,8 @@ def no_link(file: Path, folder: Path, error: OSError) -> EagleError:
     why = "it is on another disk" if error.errno == errno.EXDEV else error.strerror
     return EagleError(
         f"{file} cannot be linked into {folder}: {why}",
-        hint="choose a place on the checkpoint's own disk with --out, or leave out --link-weights",
+        hint="choose a folder on the checkpoint's own disk, or have the weights copied",
+        parameters=["out", "link_weights"],
     )
 
 
@@ -48,7 +49,8 @@ def check_writable(path: Path) -> None:
         why = "may not be written" if above.is_dir() else "is a file"
         raise EagleError(
             f"{path} cannot be written: {above} {why}",
-            hint="choose another place with --out, or make that folder writable",
+            hint="choose another folder, or make that one writable",
+            parameters=["out"],
         )
 
 
@@ -57,66 +59,73 @@ def _existing(path: Path) -> Path:
     return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
 
 
-def check_place(path: Path, *, force: bool) -> None:
+def check_output_folder(path: Path, *, force: bool) -> None:
     """Raises EagleError unless a bundle may be written to `path`: free, empty, or a bundle to be replaced."""
     if path.is_file():
         raise EagleError(
             f"{path} is a file; expected a folder to write the bundle to",
-            hint="choose another place with --out",
+            hint="choose another folder",
+            parameters=["out"],
         )
     if path.is_symlink() and not path.exists():  # a folder cannot be renamed over it
         raise EagleError(
             f"{path} is a link to nothing: expected a folder, or a free name",
-            hint="remove the link, or choose another place with --out",
+            hint="remove the link, or choose another folder",
+            parameters=["out"],
         )
     if os.path.ismount(path):
         raise EagleError(
             f"{path} is the top of a disk: a finished bundle is renamed to its place, which cannot be there",
-            hint=f"name a folder inside it: --out {path / 'bundle'}",
+            hint=f"name a folder inside it, such as {path / 'bundle'}",
+            parameters=["out"],
         )
     if not path.is_dir() or not any(path.iterdir()):
         return
     if not (path / MANIFEST).is_file():
         raise EagleError(
             f"{path} holds files that are not a bundle; it is left alone",
-            hint="choose another place with --out, or empty the folder yourself",
+            hint="choose another folder, or empty this one yourself",
+            parameters=["out"],
         )
     if not force:
-        raise EagleError(f"{path} already holds a bundle; it is kept", hint="pass --force to replace it")
+        raise EagleError(
+            f"{path} already holds a bundle; it is kept", hint="ask to replace it", parameters=["force"]
+        )
 
 
-def swap(new: Path, place: Path) -> None:
-    """Renames `new` to `place`; what was there is moved aside first and restored if that fails.
+def swap(new: Path, folder: Path) -> None:
+    """Renames `new` to `folder`; what was there is moved aside first and restored if that fails.
 
-    One run at a time may do so for a place; `settle` puts right what a killed one left.
+    One run at a time may do so for a folder; `settle` puts right what a killed one left.
     """
-    aside = _aside(place)
+    aside = _aside(folder)
     try:
-        if place.exists():
-            place.rename(aside)
-        new.rename(place)
+        if folder.exists():
+            folder.rename(aside)
+        new.rename(folder)
     except BaseException as error:
-        if aside.exists() and not place.exists():
-            aside.rename(place)
+        if aside.exists() and not folder.exists():
+            aside.rename(folder)
         if isinstance(error, OSError):
             raise EagleError(
-                f"{place}: the finished bundle cannot be put in place: {error.strerror}",
-                hint="choose another place with --out",
+                f"{folder}: the finished bundle cannot be put in place: {error.strerror}",
+                hint="choose another folder",
+                parameters=["out"],
             ) from error
         raise
     _remove(aside)
 
 
-def settle(place: Path) -> None:
-    """After a run was killed in `swap`: what was at `place` returns, or goes if the new one is there."""
-    aside = _aside(place)
-    if os.path.lexists(aside) and not place.exists():
-        aside.rename(place)
+def settle(folder: Path) -> None:
+    """After a run was killed in `swap`: what was at `folder` returns, or goes if the new one is there."""
+    aside = _aside(folder)
+    if os.path.lexists(aside) and not folder.exists():
+        aside.rename(folder)
     _remove(aside)
 
 
-def _aside(place: Path) -> Path:
-    return place.with_name(f"{place.name}.partial.old")
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.partial.old")
 
 
 def _remove(aside: Path) -> None:
