@@ -71,7 +71,7 @@ class Run:
         self.bundle = bundle
         self.data = data
         self.options = options
-        known = json.loads(out.read_text()) if out.is_file() else {}
+        known = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
         self.results: dict[str, Any] = known if known.get("code") == code() else {"code": code()}
         self._engine: Any = None
 

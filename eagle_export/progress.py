@@ -88,7 +88,7 @@ def peak_memory_bytes() -> int:
 
         return int(psutil.Process().memory_info().peak_wset)
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     import resource

@@ -232,7 +232,7 @@ def memory_here() -> Memory:
     main, swap = psutil.virtual_memory(), psutil.swap_memory()
     found = Memory(main.available + swap.free, main.total + swap.total)
     try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # another system, or "max": no limit
         return found
     return Memory(min(found.available, limit), min(found.total, limit))

@@ -79,7 +79,9 @@ def render(template: str, *messages: dict[str, Any], **variables: Any) -> str:
 
 def test_templates_find_what_transformers_gives_them() -> None:
     assert render("{{ bos_token }}{{ messages[0]['content'] | tojson }}", {"content": 'é"<'}) == '<s>"é\\"<"'
-    assert render("{{ strftime_now('%Y') }}") == str(datetime.now().year)
+    before = datetime.now().year
+    year = int(render("{{ strftime_now('%Y') }}"))
+    assert before <= year <= datetime.now().year  # it may be New Year's Eve
     assert render("{% for m in [1, 2, 3] %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}") == "1"
     assert render("{% generation %}{{ messages[0].content }}{% endgeneration %}!") == "hi!"
     assert render("{{ tools is none }} {{ enable_thinking }}", enable_thinking=False) == "True False"

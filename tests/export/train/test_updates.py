@@ -66,7 +66,7 @@ def test_two_workers_make_the_update_of_the_whole(whole: dict[str, Tensor], tmp_
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    common["PYTHONPATH"] = str(TESTS)
+    common["PYTHONPATH"] = os.pathsep.join([str(TESTS), *sys.path])
     command = [sys.executable, str(TESTS / "support" / "updater.py"), str(tmp_path / "found.pt")]
     workers = [
         subprocess.Popen(command, env={**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank})
