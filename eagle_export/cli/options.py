@@ -32,8 +32,22 @@ def common(function: F) -> F:
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print the result as JSON on standard output."
 )
+
+
+def _within_cores(_context: click.Context, _option: click.Parameter, threads: int) -> int:
+    """Refuses more threads than cores before the command begins."""
+    from eagle_run.backends.environment import thread_count
+
+    thread_count(threads)
+    return threads
+
+
 threads_option = click.option(
-    "--threads", type=click.IntRange(min=0), default=0, help="CPU threads; 0 takes one per core."
+    "--threads",
+    type=click.IntRange(min=0),
+    default=0,
+    callback=_within_cores,
+    help="CPU threads; 0 takes one per core.",
 )
 
 fresh_option = click.option(

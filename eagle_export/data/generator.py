@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from eagle_export.checkpoints.weights import read_config
 from eagle_export.device import device_named, multiplies_bf16
 from eagle_export.reference import recipe as recipes
+from eagle_run.backends.environment import thread_count
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.engine.decoder import Decoder
 from eagle_run.engine.model_runner import ModelRunner
@@ -98,9 +99,10 @@ class Generator:
 def open_generator(target: str, place: Place, max_seq_len: int, log: Callable[[str], None]) -> Generator:
     """`target` is what `build` takes, or the folder of a bundle. `max_seq_len` tokens a conversation.
 
-    `log` is told what the user should know. Raises UsageError for a name that means nothing and EagleError
-    for what cannot be loaded or is too long.
+    `log` is told what the user should know. Raises UsageError for a name that means nothing and for more
+    threads than cores, and EagleError for what cannot be loaded or is too long.
     """
+    thread_count(place.threads)
     if (Path(target) / "manifest.json").is_file():
         return _of_bundle(target, place, max_seq_len, log)
     return _of_source(target, place, max_seq_len)
