@@ -18,6 +18,7 @@ from eagle_export.heads.settings import UNSAID, HeadSettings
 from eagle_run.bundle.manifest import TreeDefaults
 from eagle_run.bundle.records import Record, explain
 from eagle_run.errors import EagleError, UsageError
+from eagle_run.json_files import check_nesting, read_bytes
 
 Algorithm = Literal["eagle1", "eagle3"]
 Count = Annotated[int, Field(ge=1)]
@@ -25,6 +26,7 @@ Count = Annotated[int, Field(ge=1)]
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PAPER_TREE = TreeDefaults(kind="dynamic", depth=8, top_k=10, nodes=60)
 _DEFAULT_CONTEXT = 4096
+_RECIPE_BYTES = 1 << 20  # a recipe takes 500; YAML is read at some 100 kB a second
 
 
 class Source(Record):
@@ -183,9 +185,12 @@ def _suggest(name: str, known: list[str]) -> str:
 
 def _read(path: Path) -> Recipe:
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        data = yaml.safe_load(read_bytes(path, max_bytes=_RECIPE_BYTES).decode("utf-8-sig"))
+    except (ValueError, yaml.YAMLError) as error:
         raise EagleError(f"{path}: not readable as YAML: {error}") from None
+    except RecursionError:
+        raise EagleError(f"{path}: not readable as YAML: nested too deep") from None
+    check_nesting(data, str(path))
     if not isinstance(data, dict):
         raise EagleError(f"{path}: expected keys and values, found {type(data).__name__}")
     try:

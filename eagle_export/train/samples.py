@@ -8,7 +8,6 @@ data.json, and in an .npz as the text `target_sha256`, if at all. What else is i
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from eagle_run.errors import EagleError, UsageError, first_line
+from eagle_run.json_files import read_json
 
 _PART = 256  # conversations of an .npz that make one shard
 _ARRAYS = ("tokens", "offsets", "prompt_lengths", "loss_mask")
@@ -124,12 +124,9 @@ def load_samples(sources: Sequence[Path], *, vocab_size: int, target_sha256: str
 def _folder_target(folder: Path) -> str | None:
     """The target that a folder's data.json names."""
     where = folder / "data.json"
-    try:
-        facts = json.loads(where.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise EagleError(f"{folder}: no data.json", hint=_HINT) from None
-    except (OSError, ValueError) as error:
-        raise EagleError(f"{where}: not readable as JSON: {error}", hint=_HINT) from None
+    if not where.is_file():
+        raise EagleError(f"{folder}: no data.json", hint=_HINT)
+    facts = read_json(where, hint=_HINT)
     target = facts.get("target") if isinstance(facts, dict) else None
     return target.get("sha256") if isinstance(target, dict) else None
 

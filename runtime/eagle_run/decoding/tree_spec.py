@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from eagle_run.datasets import read_text
 from eagle_run.decoding.tree import TreeShape, best_static, parse_tree
 from eagle_run.errors import EagleError, UsageError
+from eagle_run.json_files import parse_json
 
 KINDS = ("dynamic", "static", "chain", "plain")
 _FALLBACK = (4, 4, 16)  # depth, top_k, nodes where neither the user nor the bundle's tree says
@@ -105,10 +105,7 @@ def static_from_json(text: str, where: str) -> TreeShape:
     Paths are how SafeAILab writes trees, [[0], [1], [0, 0]]: the first and second child of the root, and the
     first child of the first.
     """
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise EagleError(f"{where}: not JSON: {error}") from None
+    data = parse_json(text, where)
     if isinstance(data, dict):
         data = data.get("parents")
     if _whole_numbers(data):
