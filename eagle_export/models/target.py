@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from eagle_export.checkpoints import weights
+from eagle_export.checkpoints.stored import is_finite
 from eagle_export.heads.spec import raw_last
 from eagle_export.models import ops
 from eagle_export.models.families import NO_TEXT, TEXT_KEYS, Span, family_of, layer_spans, text_part
 from eagle_export.models.native import replaced
+from eagle_export.models.recorded import Recorded
 from eagle_run.errors import EagleError, first_line
 
 
@@ -128,6 +130,13 @@ def _checked(folder: Path, load: Callable[[dict[str, Any]], Any], dtype: torch.d
             raise EagleError(
                 f"{folder}: {fault} {names[0]}{more}",
                 hint="config.json and the weights must belong to one model; download it again",
+            )
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor.data, Recorded) and not is_finite(tensor):
+            kind = str(dtype).removeprefix("torch.")
+            raise EagleError(
+                f"{folder}: {name} holds values that are not finite numbers in {kind}",
+                hint="build in bf16 or fp32; if it is the same, download the model again",
             )
     return model.eval()
 
