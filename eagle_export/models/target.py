@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle_export.checkpoints import weights
+from eagle_export.checkpoints.pickled import unpickling_error, why_refused
 from eagle_export.checkpoints.stored import is_finite
 from eagle_export.heads.spec import raw_last
 from eagle_export.models import ops
@@ -115,8 +116,9 @@ def _checked(folder: Path, load: Callable[[dict[str, Any]], Any], dtype: torch.d
     except EagleError:
         raise
     except Exception as error:  # whatever Transformers, safetensors or torch run into
+        why = why_refused(error) if unpickling_error(error) else first_line(error)
         raise EagleError(
-            f"{folder}: expected config.json and whole weight files of a causal model: {first_line(error)}",
+            f"{folder}: expected config.json and whole weight files of a causal model: {why}",
             hint="download the model again; a file may be missing or cut short",
         ) from error
     for key, fault in (

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parity.dialects import as_dialect
 from safetensors.torch import save_file
 from torch import Tensor
+
+from support.dialects import as_dialect
 
 VOCAB, DRAFT_VOCAB, LAYERS = 61, 23, 12
 WIDTH, INNER, HEADS, KV_HEADS = 32, 48, 4, 2

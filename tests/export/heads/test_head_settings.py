@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from train.trainset import spec_of
+from support.trainset import spec_of
 
 from eagle_export.heads.settings import UNSAID, HeadSettings, parse_settings
 from eagle_export.pipeline.options import BuildOptions

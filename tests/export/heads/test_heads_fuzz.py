@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from parity.dialects import as_dialect
-from parity.headmaker import RECIPES, Head, make_head
+from support.dialects import as_dialect
+from support.headmaker import RECIPES, Head, make_head
 
 from eagle_export.heads.load import load_head
 from eagle_run.errors import EagleError

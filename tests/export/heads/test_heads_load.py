@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from parity.headmaker import DRAFT_VOCAB, LAYERS, RECIPES, VOCAB, WIDTH, Head, Target, make_head
 from safetensors.torch import load_file, save_file
+from support.headmaker import DRAFT_VOCAB, LAYERS, RECIPES, VOCAB, WIDTH, Head, Target, make_head
 
 from eagle_export.checkpoints.weights import check_folder
 from eagle_export.heads.load import load_head

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from parity.headmaker import DRAFT_VOCAB, RECIPES, VOCAB, WIDTH, Head, Target, make_head
 from safetensors.torch import save_file
+from support.headmaker import DRAFT_VOCAB, RECIPES, VOCAB, WIDTH, Head, Target, make_head
 
 from eagle_export import heads
 from eagle_export.heads.load import load_head

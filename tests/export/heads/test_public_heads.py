@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parity.headmaker import DRAFT_VOCAB, HEADS, VOCAB, WIDTH, Recipe, Target, make_head
+from support.headmaker import DRAFT_VOCAB, HEADS, VOCAB, WIDTH, Recipe, Target, make_head
 
 from eagle_export.heads.load import load_head
 from eagle_export.heads.settings import HeadSettings
