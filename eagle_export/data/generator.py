@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -103,7 +104,7 @@ def open_generator(target: str, place: Place, max_seq_len: int, log: Callable[[s
     threads than cores, and EagleError for what cannot be loaded or is too long.
     """
     thread_count(place.threads)
-    if (Path(target) / "manifest.json").is_file():
+    if os.path.isfile(Path(target) / "manifest.json"):  # any word, however long
         return _of_bundle(target, place, max_seq_len, log)
     return _of_source(target, place, max_seq_len)
 

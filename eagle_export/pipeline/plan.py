@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ from eagle_run.bundle.manifest import Limits, TreeDefaults
 if TYPE_CHECKING:
     from eagle_export.heads.load import LoadedHead
     from eagle_export.pipeline.estimate import Estimate
+
+_LONGEST_NAME = 128  # file systems allow 255 bytes, of which unfinished folders need some more
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,10 @@ def _default_place(options: BuildOptions, recipe: recipes.Recipe) -> Path:
     kind = "plain" if options.head == "none" else options.head
     if kind not in ("plain", "eagle1", "eagle3"):
         kind = Path(str(recipes.find_head(kind, recipe))).name
-    return Path("bundles") / f"{recipe.name}-{kind}"
+    name = f"{recipe.name}-{kind}"
+    if len(name) > _LONGEST_NAME:
+        name = f"{name[: _LONGEST_NAME - 13]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+    return Path("bundles") / name
 
 
 def estimate_plan(plan: Plan) -> Estimate:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -163,7 +164,7 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
 
 def _find(name: str) -> Path:
     if name.endswith((".yaml", ".yml")):
-        if not Path(name).is_file():
+        if not os.path.isfile(name):
             raise UsageError(f"{name}: no such recipe file")
         return Path(name)
     known = _names()
@@ -213,11 +214,11 @@ def find_target(target: str) -> tuple[Recipe, Path]:
     if target in _names() or target.endswith((".yaml", ".yml")):
         path = _find(target)
         return _read(path), path.parent
-    local = Path(target).expanduser()
-    if local.is_dir():
+    local = Path(os.path.expanduser(target))  # of any word; Path raises for ~nobody and for one too long
+    if os.path.isdir(local):
         source = Source(kind="folder", path=str(local.resolve()))
         return _default_recipe(local.resolve().name, source, local), local.parent
-    if local.is_file():
+    if os.path.isfile(local):
         raise UsageError(
             f"{target} is a file", hint="give the Hugging Face folder (config.json and safetensors)"
         )
@@ -276,8 +277,8 @@ def find_head(head: str, recipe: Recipe) -> HeadSource:
                 hint="give a head's folder or hub id: --head FOLDER or --head org/name",
             )
         return source
-    local = Path(head).expanduser()
-    if local.is_dir():
+    local = Path(os.path.expanduser(head))
+    if os.path.isdir(local):
         return HeadSource(kind="folder", path=str(local.resolve()))
     if HUB_ID.fullmatch(head):
         return HeadSource(kind="hub", id=head)

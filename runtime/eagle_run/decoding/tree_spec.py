@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from eagle_run.datasets import read_text
 from eagle_run.decoding.tree import TreeShape, best_static, parse_tree
@@ -51,7 +51,7 @@ def choose(options: TreeOptions, default: TreeShape | None, rule: str = "topk") 
             f"--tree {name} is complete; it takes no sizes beside it",
             hint="leave out --depth, --branch, --nodes and --parents, or name only a kind of tree",
         )
-    if Path(name).is_file():
+    if os.path.isfile(name):  # where Path would raise for a spec that is too long to be a name
         return static_from_json(read_text(name), name)
     return parse_spec(name)
 
