@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from eagle_export.checkpoints import weights
 from eagle_export.checkpoints.unchanged import Unchanged
 from eagle_export.inspection.describe import size
+from eagle_export.pipeline.decoding_memory import asked_limits, check_limits, weigh_decoding
 from eagle_export.pipeline.options import (
     BuildOptions,
     EngineOptions,
@@ -48,6 +50,7 @@ class Plan:
     link_weights: bool
     unchanged: Unchanged  # target and head since they were found
     out: Path
+    asked: Sequence[str] = ()  # the limits that the user named
 
 
 def make_plan(options: BuildOptions) -> Plan:
@@ -88,6 +91,7 @@ def make_plan(options: BuildOptions) -> Plan:
         link_weights=options.link_weights,
         unchanged=unchanged,
         out=out,
+        asked=asked_limits(options),
     )
 
 
@@ -134,7 +138,7 @@ def estimate_plan(plan: Plan) -> Estimate:
             )
             for graph in graphs
         }
-    return estimate(
+    needed = estimate(
         graphs,
         plan.precision,
         calibrates=plan.precision == "fp8" and plan.fp8.scales is None,
@@ -142,20 +146,26 @@ def estimate_plan(plan: Plan) -> Estimate:
         links=plan.link_weights,
         profiles=profiles,
     )
+    spec = None if plan.loaded is None else plan.loaded.spec
+    decoding = weigh_decoding(plan.config, spec, plan.limits, plan.tree, plan.dtype)
+    return replace(needed, decoding=decoding, max_batch=plan.limits.max_batch)
 
 
 def fit(plan: Plan) -> tuple[Plan, Estimate, tuple[str, ...]]:
     """The plan as this machine can do it, what it takes, and what to tell the user.
 
     Without enough memory to compare a target with its float32 self, that is left out. Raises EagleError when
-    the place cannot be written, and when the disk is too small, or memory by far; what an interrupted run
-    left counts as room.
+    the place cannot be written, and when the disk is too small, or memory by far, for the build or for the
+    limits that were asked for; what an interrupted run left counts as room.
     """
     from eagle_export.pipeline.estimate import memory_here
 
     check_writable(plan.out)  # weights are identified before anything is written: that may take minutes
     memory, needed = memory_here(), estimate_plan(plan)
-    notes = []
+    notes: list[str] = []
+    if needed.decoding is not None:
+        here = (memory.available, memory.total)
+        notes += check_limits(plan.limits, needed.decoding, here, plan.asked, compiles=plan.engine.compiles)
     if (measuring := needed.steps.get("measure")) and measuring.memory_bytes > memory.total:
         notes.append(
             f"note: the accuracy is not measured: that takes about {size(measuring.memory_bytes)} of memory, "
