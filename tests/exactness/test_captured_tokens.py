@@ -6,11 +6,12 @@ round, without its Python.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.opgraph import OpRecorder
+from support.opgraph import OpGraph, OpRecorder
 from support.tiny import Answer, answers_of, eager_decoder, modules_of
 
 from eagle_export.reference.modules import Modules
@@ -206,3 +207,38 @@ def test_a_second_run_ends_the_first_one_aloud(other: str, modules: Modules) -> 
     assert second == one_by_one(modules, GREEDY[2:3], SHAPES[other], "topk")
     with pytest.raises(EagleError, match="another one has begun"):
         list(first)
+
+
+class FailsLater(OpRecorder):
+    """Captures `good` rounds; of the next one only the first operations, as where memory runs out."""
+
+    def __init__(self, good: int) -> None:
+        super().__init__()
+        self.good = good
+
+    def record(self, function: Callable[[], None]) -> tuple[OpGraph, int]:
+        if len(self.graphs) < self.good:
+            return super().record(function)
+
+        def begun() -> None:
+            function()
+            raise RuntimeError("CUDA error: out of memory")
+
+        return super().record(begun)
+
+
+@pytest.mark.parametrize("good", [0, 1])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_capture_that_fails_changes_no_token(good: int, ahead: bool, modules: Modules) -> None:
+    """Rounds go on uncaptured, in the middle of answers, and the user is told once."""
+    said: list[str] = []
+    decoder = eager_decoder(modules, batch=2)
+    decoder.rounds = CudaGraphRunner("cpu", recorder=FailsLater(good), log=said.append)
+    decoder.run_ahead = ahead
+    for number, name in enumerate(["dynamic", "chain", "dynamic"]):
+        wanted = one_by_one(modules, MIXED, SHAPES[name], "topk")
+        assert answers_of(decoder, MIXED, SHAPES[name]) == wanted
+        assert decoder.rounds.enabled == (number < good)
+        assert len(said) == (0 if decoder.rounds.enabled else 1)
+    assert (decoder.rounds.replays > 0) == (good > 0)
+    assert "out of memory" in said[0]
