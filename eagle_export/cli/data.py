@@ -9,7 +9,14 @@ from typing import Any, TypeVar
 
 import click
 
-from eagle_export.cli.options import common, json_option, threads_option, use_threads
+from eagle_export.cli.options import (
+    check_lines,
+    check_target,
+    common,
+    json_option,
+    threads_option,
+    use_threads,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -156,17 +163,21 @@ def data(target: str, out: Path, as_json: bool, threads: int, **options: Any) ->
       eagle-export data llama3.1-8b --prompts sharegpt.jsonl --device cuda --batch 256 --out data/llama
       eagle-export data smollm2-135m --prompts mine.jsonl --self-play 900 --exclude gsm8k.jsonl --out data/mix
     """
-    from eagle_export.data.generator import Place
-    from eagle_export.data.run import make_data
     from eagle_export.data.settings import DataSettings, parse_temperatures
-    from eagle_export.progress import Report
 
     device, precision, batch = (options.pop(name) for name in ("device", "precision", "batch"))
-    place = Place(device, precision or "", batch, threads)
     options["temperatures"] = parse_temperatures(options.pop("temperature"))
     options["self_play"] = options["self_play"] or 0
     settings = DataSettings(**options)
     settings.check()
+    check_target(target, bundles=True)
+    check_lines([*settings.prompts, *settings.exclude])
+
+    from eagle_export.data.generator import Place  # only now: these load torch
+    from eagle_export.data.run import make_data
+    from eagle_export.progress import Report
+
+    place = Place(device, precision or "", batch, threads)
     use_threads(threads)
     try:
         made = make_data(target, settings, place, out, Report())

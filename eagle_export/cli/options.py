@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -249,6 +250,29 @@ def source_options(function: F) -> F:
         common,
     ]
     return _apply(options, function)
+
+
+def check_target(target: str, *, bundles: bool = False) -> None:
+    """Refuses a target whose name means nothing before torch is loaded, which takes seconds.
+
+    bundles: whether it may be the folder of a bundle. Raises UsageError, and EagleError for a faulty recipe,
+    config or manifest.
+    """
+    from eagle_export.reference.recipe import find_target
+    from eagle_run.bundle.loading import MANIFEST, read_manifest
+
+    if bundles and os.path.isfile(Path(target) / MANIFEST):
+        read_manifest(Path(target))
+    else:
+        find_target(target)
+
+
+def check_lines(paths: Sequence[Path]) -> None:
+    """Refuses files of JSON lines that are not there, or whose first line is something else."""
+    from eagle_run.datasets import read_lines
+
+    for path in paths:
+        next(read_lines(path), None)
 
 
 def use_threads(threads: int) -> None:

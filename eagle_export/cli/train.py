@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from eagle_export.cli.options import common, json_option, threads_option, use_threads
-from eagle_export.train.settings import ALGORITHMS, FEATURES, LOSSES, PRECISIONS, TrainSettings
+from eagle_export.cli.options import check_target, common, json_option, threads_option, use_threads
+from eagle_export.train.settings import ALGORITHMS, FEATURES, LOSSES, PRECISIONS, TrainSettings, check_sources
 from eagle_run.errors import UsageError
 
 _DEFAULT = TrainSettings()
@@ -96,16 +96,19 @@ def train(threads: int, as_json: bool, layers: str | None, **options: Any) -> No
       eagle-export train smollm2-135m --data data/ --out heads/mine --resume
       eagle-export build --target smollm2-135m --head heads/mine
     """
-    from eagle_export.progress import Report
-    from eagle_export.train.prepare import TrainRequest
-    from eagle_export.train.run import train as run_train
-
-    use_threads(threads)
     names = ("init", "features_cache", "on_the_fly", "resume", "device", "out")
     taken = {name: options.pop(name) for name in names}
     data = tuple(options.pop("data"))
     target = options.pop("target")
     settings = TrainSettings(layers=_layers(layers), **options)
+    check_target(target)
+    check_sources(data)
+
+    from eagle_export.progress import Report
+    from eagle_export.train.prepare import TrainRequest  # only now: these load torch
+    from eagle_export.train.run import train as run_train
+
+    use_threads(threads)
     try:
         done = run_train(TrainRequest(target, data, settings=settings, **taken), Report())
     except KeyboardInterrupt:

@@ -14,11 +14,9 @@ from eagle_export.engines.architectures import arch_name, check_architectures
 from eagle_export.engines.compile import compile_engine
 from eagle_export.engines.profiles import choose_profiles
 from eagle_export.engines.request import EngineRequest, EngineSettings
-from eagle_export.pipeline.estimate import estimate, memory_here
 from eagle_export.pipeline.options import EngineOptions
 from eagle_export.pipeline.partial import space_of
 from eagle_export.pipeline.resume import tool_identity
-from eagle_export.pipeline.sizes import weigh_bundle
 from eagle_export.pipeline.writer import BundleWriter
 from eagle_export.place import check_writable, free_space
 from eagle_export.progress import Report
@@ -159,6 +157,9 @@ def _check_room(
     bundle: Bundle, graphs: list[Artifact], options: EngineOptions, out: Path | None
 ) -> tuple[str, ...]:
     """What it takes, and warnings. Raises EagleError for a disk too small, also for copies with `out`."""
+    from eagle_export.pipeline.estimate import estimate, memory_here
+    from eagle_export.pipeline.sizes import weigh_bundle
+
     manifest = bundle.manifest
     profiles: dict[str, int] = {
         g.graph: len(_profiles(g, manifest.limits, manifest.tree, options)) for g in graphs

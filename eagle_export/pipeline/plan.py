@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_export.checkpoints import weights
+from eagle_export.checkpoints.fp8_scales import Scales
 from eagle_export.checkpoints.unchanged import Unchanged
 from eagle_export.inspection.describe import size
 from eagle_export.pipeline.decoding_memory import asked_limits, check_limits, weigh_decoding
@@ -24,6 +25,7 @@ from eagle_export.pipeline.partial import space_of
 from eagle_export.place import check_links, check_place, check_writable, free_space
 from eagle_export.reference import recipe as recipes
 from eagle_run.bundle.manifest import Limits, TreeDefaults
+from eagle_run.datasets import read_questions
 
 if TYPE_CHECKING:
     from eagle_export.heads.load import LoadedHead
@@ -58,12 +60,9 @@ def make_plan(options: BuildOptions) -> Plan:
 
     What contradicts itself is refused before any weights are fetched or dequantised.
     """
+    out = check_names(options)
     from eagle_export.reference.modules import load_config, load_fitting_head
 
-    named, _ = recipes.find_target(options.target)
-    out = options.out or _default_place(options, named)
-    check_place(out, force=options.force)
-    _sizes(options, named)
     target = recipes.resolve_target(options.target)
     head = None if options.head == "none" else recipes.resolve_head(options.head, target)
     folders = [target.folder] + ([head.folder] if head else [])
@@ -93,6 +92,22 @@ def make_plan(options: BuildOptions) -> Plan:
         out=out,
         asked=asked_limits(options),
     )
+
+
+def check_names(options: BuildOptions) -> Path:
+    """What can be judged before torch is loaded: that target and head mean something, sizes and files.
+
+    Returns the place of the bundle. Raises UsageError and EagleError.
+    """
+    named, _ = recipes.find_target(options.target)
+    out = options.out or _default_place(options, named)
+    check_place(out, force=options.force)
+    _sizes(options, named)
+    if options.fp8.scales is not None:
+        Scales.load(options.fp8.scales)
+    if options.fp8.prompts is not None:
+        read_questions(options.fp8.prompts)
+    return out
 
 
 def _sizes(options: BuildOptions, recipe: recipes.Recipe) -> tuple[recipes.BuildLimits, TreeDefaults | None]:
