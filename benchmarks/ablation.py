@@ -63,7 +63,7 @@ def main(
             subprocess.run(command, check=True)
         results["runs"][name] = summary(json.loads((folder / "training.json").read_text()))
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(results, indent=1) + "\n")
+        out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     click.echo(json.dumps(results))
 
 

@@ -18,8 +18,9 @@ Decode = Callable[[Sequence[int], int], tuple[list[int], float]]
 
 def ours(engine: Any) -> Decode:
     """Plain decoding of eagle-run: the tree that is only a root."""
-    from eagle_run.decoding.tree import TreeShape
     from eagle_run.engine.request import Request
+
+    from eagle_run.decoding.tree import TreeShape
 
     def decode(prompt: Sequence[int], new_tokens: int) -> tuple[list[int], float]:
         request = Request(prompt=tuple(prompt), max_new_tokens=new_tokens)

@@ -71,15 +71,16 @@ class Run:
         self.bundle = bundle
         self.data = data
         self.options = options
-        known = json.loads(out.read_text()) if out.is_file() else {}
+        known = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
         self.results: dict[str, Any] = known if known.get("code") == code() else {"code": code()}
         self._engine: Any = None
 
     @property
     def engine(self) -> Any:
         if self._engine is None:
-            from eagle_run.backends.environment import environment
             from eagle_run.engine.opening import open_engine
+
+            from eagle_run.backends.environment import environment
 
             self._engine = open_engine(self.bundle, device="cpu", threads=self.options["threads"])
             self.results["environment"] = environment(self.options["threads"])

@@ -45,9 +45,10 @@ def main(bundle: str, tree: str, prompt: str, rounds: int, out: Path) -> None:
 
 def decode(bundle: str, tree: str, prompt: str, rounds: int) -> list[Round]:
     """The first `rounds` rounds of the answer to `prompt`."""
+    from eagle_run.engine.opening import open_engine
+
     from eagle_run.decoding.sampling import stack
     from eagle_run.decoding.tree_spec import parse_spec
-    from eagle_run.engine.opening import open_engine
     from eagle_run.engine.prefill import kv_bucket, prefill
     from eagle_run.engine.round import observed_step
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from eagle_run.engine.mismatch import find_mismatch
+from eagle_run.engine.request import Request, Stats
+
 from benchmarks.gpu_measure import Timeline
 from benchmarks.gpu_models import Measured, Setup
 from eagle_run.decoding.sampling import SamplingParams
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.decoding.tree_spec import parse_spec
-from eagle_run.engine.mismatch import find_mismatch
-from eagle_run.engine.request import Request, Stats
 
 PLAIN = TreeShape.plain()
 GREEDY = SamplingParams()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from eagle_run.engine.decoder import Decoder
 from torch import Tensor, nn
 
 from benchmarks.gpu_measure import MeasuredRounds, wait_all
@@ -22,7 +23,6 @@ from eagle_export.models.target import TargetModule
 from eagle_export.reference.eager import draft_graph, fuse_graph, target_graph
 from eagle_run.backends.base import Graph
 from eagle_run.backends.stream import on_stream
-from eagle_run.engine.decoder import Decoder
 from eagle_run.engine.model_runner import ModelRunner
 
 

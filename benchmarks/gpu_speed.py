@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from eagle_run.engine.request import Request
+
 from benchmarks.gpu_decode import PLAIN, Budget, Decoded, Plan, decode, requests_for, warm
 from benchmarks.gpu_measure import alone
 from benchmarks.gpu_models import Measured, Setup
@@ -20,7 +22,6 @@ from eagle_run.decoding.tree import TreeShape
 from eagle_run.decoding.tree_spec import parse_spec
 from eagle_run.engine.model_runner import ModelRunner
 from eagle_run.engine.prefill import kv_bucket
-from eagle_run.engine.request import Request
 
 
 def speed(setup: Setup, plan: Plan, batch: int, budget: Budget, rates: Mapping[str, float]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ TREES = ("chain:4", "default", "dynamic:4,4,16", "dynamic:8,10,60")  # "default"
 @click.option("--out", default="benchmarks/results/head_smollm2.json", type=click.Path(path_type=Path))
 def main(*, heads: tuple[str, ...], force: bool, out: Path, **options: Any) -> None:
     asked = {key: options[key] for key in ("target", "limit", "max_new_tokens")}
-    known = json.loads(out.read_text()) if out.is_file() else {}
+    known = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
     results: dict[str, Any] = known if known.get("asked") == asked else {"asked": asked, "heads": {}}
     for head in heads:
         name, _, folder = head.partition("=")
@@ -86,7 +86,7 @@ def measure(
                         "same_answers": _same(results, f"{set_name}, T={temperature:g}", done.tokens)
                     }
                     out.parent.mkdir(parents=True, exist_ok=True)
-                    out.write_text(json.dumps(results, indent=1) + "\n")
+                    out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
                     seconds = time.perf_counter() - start
                     rate = figures[set_name]["tokens_per_round"]
                     click.echo(

@@ -38,7 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def main(
     *, data: Path, limit: int, max_new_tokens: int, only: tuple[str, ...], force: bool, out: Path
 ) -> None:
-    known = json.loads(out.read_text()) if out.is_file() else {}
+    known = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
     results: dict[str, Any] = known if known.get("code") == code() else {"code": code(), "variants": {}}
     results |= {"limit": limit, "max_new_tokens": max_new_tokens}
     with tempfile.TemporaryDirectory() as folder:
@@ -51,7 +51,7 @@ def main(
                 continue
             start = time.perf_counter()
             results["variants"][name] = measure(VARIANTS[name], questions, max_new_tokens, Path(folder))
-            out.write_text(json.dumps(results, indent=1) + "\n")
+            out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
             click.echo(f"{name}: {time.perf_counter() - start:.0f} s", err=True)
     click.echo(json.dumps(results))
 

@@ -176,7 +176,7 @@ def _bytes(weight: Weight) -> int:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 @click.command(help=__doc__)

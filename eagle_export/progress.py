@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -79,10 +80,16 @@ Report = Progress  # its former name, for data/ and verify/ until these use the 
 
 
 def _silence_transformers() -> None:
-    """Its own bars would tear ours apart."""
-    from transformers.utils import logging
+    """Its own bars, and those of huggingface_hub, would tear ours apart. Loads neither."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # both ask for it when they are loaded
+    if "huggingface_hub" in sys.modules:
+        from huggingface_hub.utils import disable_progress_bars
 
-    logging.disable_progress_bar()
+        disable_progress_bars()
+    if "transformers" in sys.modules:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
 
 
 def peak_memory_bytes() -> int:
@@ -95,7 +102,7 @@ def peak_memory_bytes() -> int:
 
         return int(psutil.Process().memory_info().peak_wset)
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     import resource

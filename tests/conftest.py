@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
@@ -37,28 +38,43 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         help="a built smollm2-135m-eagle3 bundle for the tests marked real (default: build one)",
     )
+    parser.addoption(
+        "--amx",
+        choices=("on", "off"),
+        default="off",
+        help="whether the processor seems to have AMX: the trainer and the data generator then take bf16",
+    )
+    parser.addoption("--torch-threads", type=int, default=1, help="threads of torch inside an operator")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Makes every machine the same one: no test depends on what this processor multiplies fast.
+
+    Before any test module is imported, for some compute while they are.
+    """
+    has_amx = config.getoption("--amx") == "on"
+    torch.cpu._is_amx_tile_supported = lambda: has_amx
+    torch.set_num_threads(config.getoption("--torch-threads"))
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tests neither read nor write the user's cache (remembered hashes and trees).
+    """Tests neither read nor write the user's cache (remembered hashes and trees), nor anything below HOME.
 
-    Only the dequantised demo weights are shared with it: making them takes longer than many tests.
+    Only the dequantised demo weights are shared with it, where it can be written: making them takes longer
+    than many tests.
     """
-    cache = tmp_path_factory.mktemp("cache")
+    cache, home = tmp_path_factory.mktemp("cache"), tmp_path_factory.mktemp("home")
     weights = cache_dir("eagle-export") / "weights"
-    weights.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):
+        weights.mkdir(parents=True, exist_ok=True)
     (cache / "eagle-export").mkdir()
-    (cache / "eagle-export" / "weights").symlink_to(weights, target_is_directory=True)
+    if weights.is_dir():
+        (cache / "eagle-export" / "weights").symlink_to(weights, target_is_directory=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setenv("HOME", str(home))
         yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
-    """Tiny tensors gain nothing from threads."""
-    torch.set_num_threads(1)
 
 
 def pytest_runtest_setup() -> None:

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
 from eagle_run.errors import EagleError, UsageError, first_line
+from eagle_run.json_files import parse_json, read_bytes
 
 LARGEST = 448.0  # of E4M3
 DEFAULT_KEPT = ("lm_head", "fc")  # 16 bit unless asked for: few rows, or what everything else reads
@@ -25,6 +25,7 @@ DEFAULT_KEPT = ("lm_head", "fc")  # 16 bit unless asked for: few rows, or what e
 _RANGE = {"fp16": 65504.0}
 _ROOM = 30000.0
 _FORMAT = 1
+_MAKE = "make one by building with --precision fp8"
 _LEAST, _MOST = 2.0**-126, 3.4e38  # normal numbers of float32
 SOURCES = ("calibrated", "modelopt", "compressed-tensors", "fp8")
 
@@ -55,7 +56,9 @@ class Scales:
     def save(self, path: Path) -> None:
         """Writes a JSON file that `load` reads back exactly. Raises EagleError when it cannot be written."""
         try:
-            path.write_text(json.dumps({"format": _FORMAT, **asdict(self)}, indent=1) + "\n")
+            path.write_text(
+                json.dumps({"format": _FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8"
+            )
         except OSError as error:
             raise EagleError(f"{path}: the scales cannot be written: {error.strerror}") from None
 
@@ -63,7 +66,7 @@ class Scales:
     def load(cls, path: Path) -> Scales:
         """Reads what `save` wrote. Raises EagleError for anything else."""
         try:
-            data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            data = parse_json(read_bytes(path), f"{path}: not a file of scales", hint=_MAKE)
             version = data.pop("format")
             if version != _FORMAT:
                 raise EagleError(
@@ -76,11 +79,9 @@ class Scales:
                 raise ValueError(f"source {scales.source!r} and peaks {dict(scales.peaks)} cannot be")
             for layers in scales.inputs.values():
                 check_positive(layers, str(path))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise EagleError(
-                f"{path}: not a file of scales: {first_line(error)}",
-                hint="make one by building in fp8",
-                parameters=["scales"],
+                f"{path}: not a file of scales: {first_line(error)}", hint=_MAKE, parameters=["scales"]
             ) from None
         return scales
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eagle_run.errors import EagleError
+from eagle_run.json_files import read_json
 
 Config = Mapping[str, Any]
 _HINT = (
@@ -130,7 +130,4 @@ def _section(data: Any, where: Path) -> Config:
 
 
 def _read(where: Path) -> Any:
-    try:
-        return json.loads(where.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise EagleError(f"{where}: not readable as JSON: {error}", hint="download the model again") from None
+    return read_json(where, hint="download the model again")

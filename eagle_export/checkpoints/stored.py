@@ -93,16 +93,25 @@ def largest(values: Tensor) -> float:
     return float(torch.maximum(-low, high))
 
 
+def is_finite(values: Tensor) -> bool:
+    """Whether no value is inf or nan, of any type that weights are stored in."""
+    if not values.numel() or not values.dtype.is_floating_point:
+        return True
+    if values.dtype.itemsize == 1:  # torch compares no FP8 numbers
+        values = values.float()
+    return math.isfinite(largest(values))
+
+
 def all_finite(tensor: Tensor) -> bool:
-    """Whether every value is a number, looked at some rows at a time."""
+    """`is_finite`, looked at some rows at a time."""
     if tensor.dim() == 0 or not tensor.numel():
-        return bool(torch.isfinite(tensor).all())
+        return is_finite(tensor)
     source = stored_tensor_of(tensor)
     step = max(1, _ROWS * tensor.shape[0] // tensor.numel())
     for start in range(0, tensor.shape[0], step):
         stop = min(tensor.shape[0], start + step)
         rows = tensor[start:stop] if source is None else source.rows(start, stop)
-        if not math.isfinite(largest(rows)):
+        if not is_finite(rows):
             return False
     return True
 

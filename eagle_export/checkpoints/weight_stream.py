@@ -14,7 +14,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from eagle_export.checkpoints.stored import FileRange, largest
+from eagle_export.checkpoints.stored import FileRange, is_finite
 from eagle_run.dtypes import BY_ONNX, dtype_of
 from eagle_run.errors import EagleError
 
@@ -184,19 +184,28 @@ class Streamed(Blocks):
             out = torch.empty((len(pieces[0]), *self.sizes[1:]), dtype=self.torch_dtype)
             for part, piece in zip(out.split(self._widths, dim=-1), pieces, strict=True):
                 part.copy_(piece)
-        self._check(out)
+        if not is_finite(out):
+            self._refuse(pieces)
         return out
 
-    def _check(self, values: Tensor) -> None:
-        """float16 ends at 65504: what was a number in a wider type must still be one."""
-        if values.dtype != torch.float16 or all(part.dtype == values.dtype for part, _ in self.parts):
-            return
-        if values.numel() and not math.isfinite(largest(values)):
-            raise EagleError(
-                f"{self.name} holds values that fp16 cannot: it ends at 65504",
-                hint="build in bf16 or fp32",
-                parameters=["precision"],
-            )
+    def check_finite(self) -> None:
+        """Reads all of it. Raises EagleError as writing it does: for values that are no finite numbers, and
+        for those that are none any more in a narrower type."""
+        for _ in self.blocks():
+            pass
+
+    def _refuse(self, pieces: Sequence[Tensor]) -> None:
+        for (weight, _), piece in zip(self.parts, pieces, strict=True):
+            if not is_finite(piece):
+                raise EagleError(
+                    f"{_stored_name(weight) or self.name} holds values that are not finite numbers",
+                    hint="download the model again; if it is the same, its training failed",
+                )
+        raise EagleError(  # float16 ends at 65504: what is a number in a wider type is none there
+            f"{self.name} holds values that fp16 cannot: it ends at 65504",
+            hint="build in bf16 or fp32",
+            parameters=["precision"],
+        )
 
 
 def stream(tensor: ir.TensorProtocol) -> Streamed:
@@ -252,6 +261,11 @@ def _as_torch(tensor: ir.TensorProtocol) -> Tensor:
 def _unconverted(weight: Weight, dtype: torch.dtype) -> Weight:
     """What is converted to `dtype` while it is written need not be before."""
     return weight.source if isinstance(weight, Converted) and weight.dtype == dtype else weight
+
+
+def _stored_name(weight: Weight) -> str:
+    """What the checkpoint calls a weight; empty where it is not from one."""
+    return _stored_name(weight.source) if isinstance(weight, Converted) else getattr(weight, "name", "")
 
 
 def _reader(weight: Weight, axes: tuple[int, ...] | None) -> Rows:

@@ -21,11 +21,19 @@ from eagle_export.checkpoints import gguf_llama
 from eagle_run.backends.environment import cores
 from eagle_run.bundle.hashing import cache_dir, file_sha256
 from eagle_run.errors import EagleError
+from eagle_run.json_files import parse_json, read_json_object
 
 # Goes up whenever convert_gguf writes something else for the same file: old conversions are not reused.
 _CONVERSION = 1
 _WEIGHTS, _INDEX = ("model.safetensors", "pytorch_model.bin"), ".index.json"
 _MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+_SIDE_FILES = (
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+_HEADER_BYTES = 100_000_000  # the format's own limit
 _AGAIN = "the file is damaged or incomplete; fetch it again"
 
 
@@ -90,10 +98,16 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises EagleError unless config.json and every weight file are there and whole (headers are read)."""
+    """Raises EagleError unless config.json and every weight file are there and whole (headers are read).
+
+    What Transformers reads beside them must be readable where it is there.
+    """
     from safetensors import SafetensorError, safe_open
 
     read_config(folder)
+    for name in _SIDE_FILES:
+        if (folder / name).is_file():
+            read_json(folder / name)
     for path in model_files(folder):
         if path.suffix == ".safetensors":
             try:
@@ -104,9 +118,18 @@ def check_folder(folder: Path) -> None:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file: dtype, shape and data_offsets of each tensor. No weights are read."""
+    """The header of a safetensors file: dtype, shape and data_offsets of each tensor. No weights are read.
+
+    Raises OSError, and EagleError for what is no header.
+    """
+    what = f"{path}: not a whole safetensors file: its header"
     with path.open("rb") as file:
-        header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        size = int.from_bytes(file.read(8), "little")
+        if size > _HEADER_BYTES:
+            raise EagleError(f"{what} has {size:,} bytes", hint=_AGAIN)
+        header = parse_json(file.read(size), what, hint=_AGAIN)
+    if not isinstance(header, dict):
+        raise EagleError(f"{what} is no object", hint=_AGAIN)
     header.pop("__metadata__", None)
     return header
 
@@ -148,13 +171,7 @@ def _first_weights(folder: Path) -> Path | None:
 
 def read_json(where: Path) -> dict[str, Any]:
     """The object in a JSON file of a model folder. Raises EagleError for anything else."""
-    try:
-        data = json.loads(where.read_text(encoding="utf-8-sig"))  # some ship with a byte order mark
-    except (OSError, ValueError) as error:
-        raise EagleError(f"{where}: not readable as JSON: {error}", hint=_AGAIN) from None
-    if not isinstance(data, dict):
-        raise EagleError(f"{where}: expected a JSON object, found {type(data).__name__}", hint=_AGAIN)
-    return data
+    return read_json_object(where, hint=_AGAIN)
 
 
 def fetch(hub_id: str, revision: str | None) -> Path:

@@ -10,6 +10,8 @@ import click
 
 from eagle_export.cli.options import (
     apply_options,
+    check_lines,
+    check_target,
     common,
     json_option,
     option_of,
@@ -131,19 +133,22 @@ def data(target: str, out: Path, as_json: bool, threads: int, **options: Any) ->
       eagle-export data llama3.1-8b --prompts sharegpt.jsonl --device cuda --batch 256 --out data/llama
       eagle-export data smollm2-135m --prompts mine.jsonl --self-play 900 --exclude gsm8k.jsonl --out data/mix
     """
-    from eagle_export.data.generator import GeneratorOptions
-    from eagle_export.data.run import make_data
-    from eagle_export.progress import Report
-
     device, precision, batch = (options.pop(name) for name in ("device", "precision", "batch"))
-    generator_options = GeneratorOptions(device, precision or "", batch, threads)
     options["temperatures"] = parse_temperatures(options["temperatures"])
     options["self_play"] = options["self_play"] or 0
     settings = DataSettings(**options)
     settings.check()
+    check_target(target, bundles=True)
+    check_lines([*settings.prompts, *settings.exclude])
+
+    from eagle_export.data.generator import GeneratorOptions  # only now: these load torch
+    from eagle_export.data.run import make_data
+    from eagle_export.progress import Progress
+
+    generator_options = GeneratorOptions(device, precision or "", batch, threads)
     use_threads(threads)
     try:
-        made = make_data(target, settings, generator_options, out, Report())
+        made = make_data(target, settings, generator_options, out, Progress())
     except KeyboardInterrupt:
         said = f"interrupted; finished shards are in {out}, run the same command to go on"
         raise click.Abort(said) from None

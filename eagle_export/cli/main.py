@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +80,13 @@ def build(threads: int, as_json: bool, plan: bool, **options: Any) -> None:
     from eagle_export.pipeline.build import build as run_build
     from eagle_export.progress import Progress
 
+    asked = _options(options)
+    _judge(replace(asked, force=asked.force or plan))
     use_threads(threads)
     if plan:
-        _show_plan(_options(options), as_json)
+        _show_plan(asked, as_json)
         return
-    built = run_build(_options(options), Progress())
+    built = run_build(asked, Progress())
     total = describe(built.bundle)["total_bytes"]
     if as_json:
         _print_json(
@@ -147,8 +150,10 @@ def export(threads: int, as_json: bool, **options: Any) -> None:
 
     if options["out"] is None:
         raise UsageError("no place to write the graphs to", hint="name a new folder with --out")
+    asked = _options(options)
+    _judge(asked)
     use_threads(threads)
-    folder = export_only(_options(options), Progress())
+    folder = export_only(asked, Progress())
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     if as_json:
         _print_json({"folder": str(folder), "files": files})
@@ -197,6 +202,12 @@ def verify(bundle: Path, threads: int, as_json: bool, **options: Any) -> None:
       eagle-export verify bundles/smollm2-135m-eagle3 --prompts my.jsonl --limit 8 --json
     """
     from eagle_export.progress import Progress
+    from eagle_run.bundle.loading import read_manifest
+    from eagle_run.datasets import read_questions
+
+    read_manifest(bundle)  # what is no bundle is refused before torch is loaded: that takes seconds
+    if options["prompts"] is not None:
+        read_questions(options["prompts"])
     from eagle_export.verify.checks import READING, advice
     from eagle_export.verify.verification import render, verify_bundle
 
@@ -270,6 +281,14 @@ def _options(values: dict[str, Any]) -> Any:
     engine = take_engine(values) if "backend" in values else EngineOptions()
     values["precision"] = values["precision"] or ("fp16" if engine.compiles else "fp32")
     return BuildOptions(head_layer_ids=ids, engine=engine, fp8=fp8, **values)
+
+
+def _judge(options: Any) -> None:
+    """Refuses what its words alone tell to be wrong, before torch is loaded: that takes seconds."""
+    from eagle_export.pipeline.plan import check_names
+
+    options.check()
+    check_names(options)
 
 
 def _print_json(data: Any) -> None:

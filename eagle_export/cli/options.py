@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -53,8 +54,22 @@ def common(function: F) -> F:
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print the result as JSON on standard output."
 )
+
+
+def _within_cores(_context: click.Context, _option: click.Parameter, threads: int) -> int:
+    """Refuses more threads than cores before the command begins."""
+    from eagle_run.backends.environment import thread_count
+
+    thread_count(threads)
+    return threads
+
+
 threads_option = click.option(
-    "--threads", type=click.IntRange(min=0), default=0, help="CPU threads; 0 takes one per core."
+    "--threads",
+    type=click.IntRange(min=0),
+    default=0,
+    callback=_within_cores,
+    help="CPU threads; 0 takes one per core.",
 )
 
 fresh_option = click.option(
@@ -266,6 +281,29 @@ def source_options(function: F) -> F:
         common,
     ]
     return apply_options(options, function)
+
+
+def check_target(target: str, *, bundles: bool = False) -> None:
+    """Refuses a target whose name means nothing before torch is loaded, which takes seconds.
+
+    bundles: whether it may be the folder of a bundle. Raises UsageError, and EagleError for a faulty recipe,
+    config or manifest.
+    """
+    from eagle_export.reference.recipe import find_target
+    from eagle_run.bundle.loading import MANIFEST, read_manifest
+
+    if bundles and os.path.isfile(Path(target) / MANIFEST):
+        read_manifest(Path(target))
+    else:
+        find_target(target)
+
+
+def check_lines(paths: Sequence[Path]) -> None:
+    """Refuses files of JSON lines that are not there, or whose first line is something else."""
+    from eagle_run.datasets import read_lines
+
+    for path in paths:
+        next(read_lines(path), None)
 
 
 def use_threads(threads: int) -> None:

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from eagle_export.cli.options import common, json_option, print_rich, threads_option, use_threads
+from eagle_export.cli.options import (
+    check_lines,
+    check_target,
+    common,
+    json_option,
+    print_rich,
+    threads_option,
+    use_threads,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -45,7 +53,14 @@ def sensitivity(target: str, prompts: Path | None, scales: Path | None, threads:
       eagle-export sensitivity --target smollm2-135m
       eagle-export build --target smollm2-135m --precision fp8 --keep-16bit '*.down_proj'
     """
-    from eagle_export.pipeline.quantization import find_costs
+    from eagle_export.checkpoints.fp8_scales import Scales
+
+    check_target(target)
+    check_lines([] if prompts is None else [prompts])
+    if scales is not None:
+        Scales.load(scales)
+
+    from eagle_export.pipeline.quantization import find_costs  # only now: these load torch
     from eagle_export.progress import Progress
     from eagle_export.quantize.fp8.sensitivity import by_kind
 

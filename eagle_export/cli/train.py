@@ -10,6 +10,7 @@ import click
 
 from eagle_export.cli.options import (
     apply_options,
+    check_target,
     common,
     json_option,
     layer_numbers,
@@ -17,7 +18,14 @@ from eagle_export.cli.options import (
     threads_option,
     use_threads,
 )
-from eagle_export.train.settings import ALGORITHMS, FEATURES, LOSSES, PRECISIONS, TrainSettings
+from eagle_export.train.settings import (
+    ALGORITHMS,
+    FEATURES,
+    LOSSES,
+    PRECISIONS,
+    TrainSettings,
+    check_sources,
+)
 
 
 def _setting(name: str, kind: Any, help_: str) -> Any:
@@ -98,16 +106,19 @@ def train(threads: int, as_json: bool, layers: str | None, **options: Any) -> No
       eagle-export train smollm2-135m --data data/ --out heads/mine --resume
       eagle-export build --target smollm2-135m --head heads/mine
     """
-    from eagle_export.progress import Progress
-    from eagle_export.train.prepare import TrainRequest
-    from eagle_export.train.run import train as run_train
-
-    use_threads(threads)
     names = ("init", "features_cache", "on_the_fly", "resume", "device", "out")
     taken = {name: options.pop(name) for name in names}
     data = tuple(options.pop("data"))
     target = options.pop("target")
     settings = TrainSettings(layers=layer_numbers(layers, "layers"), **options)
+    check_target(target)
+    check_sources(data)
+
+    from eagle_export.progress import Progress
+    from eagle_export.train.prepare import TrainRequest  # only now: these load torch
+    from eagle_export.train.run import train as run_train
+
+    use_threads(threads)
     try:
         done = run_train(TrainRequest(target, data, settings=settings, **taken), Progress())
     except KeyboardInterrupt:

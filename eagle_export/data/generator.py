@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from eagle_export.checkpoints.weights import read_config
 from eagle_export.device import device_named, multiplies_bf16
 from eagle_export.reference import recipe as recipes
+from eagle_run.backends.environment import thread_count
 from eagle_run.decoding.config import PLAIN
 from eagle_run.engine.engine import Engine
 from eagle_run.engine.model_runner import ModelRunner
@@ -91,10 +93,11 @@ def open_generator(
 ) -> Generator:
     """`target` is what `build` takes, or the folder of a bundle. `max_seq_len` tokens a conversation.
 
-    `log` is told what the user should know. Raises UsageError for a name that means nothing and EagleError
-    for what cannot be loaded or is too long.
+    `log` is told what the user should know. Raises UsageError for a name that means nothing and for more
+    threads than cores, and EagleError for what cannot be loaded or is too long.
     """
-    if (Path(target) / "manifest.json").is_file():
+    thread_count(options.threads)
+    if os.path.isfile(Path(target) / "manifest.json"):  # any word, however long
         return _of_bundle(target, options, max_seq_len, log)
     return _of_source(target, options, max_seq_len)
 

@@ -27,6 +27,7 @@ import torch
 from eagle_export.data.converse import Harvest
 from eagle_export.files import whole_file
 from eagle_run.errors import EagleError
+from eagle_run.json_files import parse_json, read_json
 
 DATA_FILE, VERSION = "data.json", 1
 
@@ -101,7 +102,7 @@ def read_shard(path: Path) -> ShardInfo | None:
 
     try:
         with safe_open(path, framework="pt") as file:
-            facts = json.loads((file.metadata() or {})["shard"])
+            facts = parse_json((file.metadata() or {})["shard"], str(path))
         counts = {name: int(facts[name]) for name in ("conversations", "tokens", "answer_tokens")}
         return ShardInfo(
             part=facts["part"],
@@ -110,7 +111,7 @@ def read_shard(path: Path) -> ShardInfo | None:
             cut=int(facts.get("cut", 0)),  # older shards do not say
             **counts,
         )
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+    except (OSError, SafetensorError, EagleError, KeyError, TypeError, ValueError):
         return None
 
 
@@ -128,10 +129,7 @@ def read_data(folder: Path) -> dict[str, Any] | None:
                 parameters=["out"],
             )
         return None
-    try:
-        data = json.loads(where.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise EagleError(f"{where}: not readable as JSON: {error}") from None
+    data = read_json(where)
     if not isinstance(data, dict) or data.get("version") != VERSION:
         found = data.get("version") if isinstance(data, dict) else type(data).__name__
         raise EagleError(f"{where}: expected version {VERSION} of the format, found {found}")

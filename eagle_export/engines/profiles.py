@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from eagle_export.engines.request import PROFILE_NAMES
 from eagle_run.bundle.manifest import Limits, TreeDefaults
 from eagle_run.bundle.records import Axis, AxisRange, EngineProfile
-from eagle_run.engine.prefill import kv_bucket
 from eagle_run.errors import UsageError
 
 _TUNED_ROWS = 8  # `eagle-run --tree auto` times the fuse graph with up to this many rows
@@ -74,6 +73,8 @@ def _cached(
     graph: str, limits: Limits, tree: TreeDefaults | None, chosen: Sequence[str], alone: int
 ) -> tuple[EngineProfile, ...]:
     """Profiles of a graph with a KV cache."""
+    from eagle_run.engine.prefill import kv_bucket  # it loads torch
+
     rows = limits.cache_rows if graph == "target" else limits.draft_cache_rows
     shared: dict[Axis, AxisRange] = {
         "B": _range(1, limits.max_batch),

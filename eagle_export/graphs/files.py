@@ -25,6 +25,7 @@ def save(model: ir.Model, path: Path, data_name: str, links: Links | None = None
 
     Weights that `links` takes are not written: the graph points to where they are. The model's own tensors
     are gone afterwards. A tensor is made when it is written; memory holds one at a time.
+    Raises EagleError for weights that are not finite numbers, written or linked.
     """
     data = path.parent / data_name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,9 +37,12 @@ def save(model: ir.Model, path: Path, data_name: str, links: Links | None = None
             if tensor is None:
                 raise EagleError(f"the graph has a weight {value.name} without values")
             if links is not None and links.take(value):
+                _check_finite(tensor)
                 value.const_value = links.external(value, path.parent)
             elif tensor.nbytes > _INSIDE:
-                large.append(value)
+                large.append(value)  # which are looked at block by block as they are written
+            else:
+                _check_finite(tensor)
         if large:
             stored = ir.external_data.convert_tensors_to_external(
                 [value.const_value for value in large], path.parent, data_name
@@ -53,6 +57,11 @@ def save(model: ir.Model, path: Path, data_name: str, links: Links | None = None
         path.unlink(missing_ok=True)
         data.unlink(missing_ok=True)
         raise
+
+
+def _check_finite(tensor: ir.TensorProtocol) -> None:
+    if isinstance(tensor, Streamed):
+        tensor.check_finite()
 
 
 def load(path: Path) -> ir.Model:

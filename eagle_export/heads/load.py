@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from eagle_export.checkpoints import weights
+from eagle_export.checkpoints.pickled import load_pickled
 from eagle_export.checkpoints.stored import all_finite, marked
 from eagle_export.heads import names, safeai
 from eagle_export.heads.detect import DIALECTS, detect_dialect
@@ -73,15 +74,14 @@ def _read_config(folder: Path) -> Config:
 def _read_file(path: Path) -> Tensors:
     from safetensors.torch import load_file
 
-    try:
-        if path.suffix == ".safetensors":
+    fault = " is damaged or not what its name says"
+    hint = "download the head again; it may have been cut short"
+    if path.suffix == ".safetensors":
+        try:
             return marked(load_file(path), path)
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # both libraries raise whatever their parsers run into
-        raise EagleError(
-            f"{path} is damaged or not what its name says: {first_line(error)}",
-            hint="download the head again; it may have been cut short",
-        ) from error
+        except Exception as error:  # the library raises whatever its parser runs into
+            raise EagleError(f"{path}{fault}: {first_line(error)}", hint=hint) from error
+    loaded = load_pickled(path, fault, hint=hint)
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise EagleError(
             f"{path} does not hold a plain table of tensors, but {_kind_of(loaded)}",

@@ -18,10 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from eagle_export.checkpoints import weights
+from eagle_export.checkpoints.pickled import unpickling_error, why_refused
+from eagle_export.checkpoints.stored import is_finite
 from eagle_export.heads.spec import raw_last
 from eagle_export.models import ops
 from eagle_export.models.families import NO_TEXT, TEXT_KEYS, Span, family_of, layer_spans, text_part
 from eagle_export.models.native import replaced
+from eagle_export.models.recorded import Recorded
 from eagle_run.errors import EagleError, first_line
 
 
@@ -113,8 +116,9 @@ def _checked(folder: Path, load: Callable[[dict[str, Any]], Any], dtype: torch.d
     except EagleError:
         raise
     except Exception as error:  # whatever Transformers, safetensors or torch run into
+        why = why_refused(error) if unpickling_error(error) else first_line(error)
         raise EagleError(
-            f"{folder}: expected config.json and whole weight files of a causal model: {first_line(error)}",
+            f"{folder}: expected config.json and whole weight files of a causal model: {why}",
             hint="download the model again; a file may be missing or cut short",
         ) from error
     for key, fault in (
@@ -128,6 +132,13 @@ def _checked(folder: Path, load: Callable[[dict[str, Any]], Any], dtype: torch.d
             raise EagleError(
                 f"{folder}: {fault} {names[0]}{more}",
                 hint="config.json and the weights must belong to one model; download it again",
+            )
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor.data, Recorded) and not is_finite(tensor):
+            kind = str(dtype).removeprefix("torch.")
+            raise EagleError(
+                f"{folder}: {name} holds values that are not finite numbers in {kind}",
+                hint="build in bf16 or fp32; if it is the same, download the model again",
             )
     return model.eval()
 

@@ -19,7 +19,6 @@ from eagle_export.pipeline.estimate import estimate, memory_here
 from eagle_export.pipeline.options import EngineOptions
 from eagle_export.pipeline.partial import partial_bytes
 from eagle_export.pipeline.resume import tool_identity
-from eagle_export.pipeline.sizes import weigh_bundle
 from eagle_export.pipeline.writer import BundleWriter
 from eagle_export.progress import Progress
 from eagle_run.backends.library import Library, find_library
@@ -166,6 +165,8 @@ def _check_room(
     bundle: Bundle, graphs: list[Artifact], options: EngineOptions, out: Path | None
 ) -> tuple[str, ...]:
     """What it takes, and warnings. Raises EagleError for a disk too small, also for copies with `out`."""
+    from eagle_export.pipeline.sizes import weigh_bundle
+
     manifest = bundle.manifest
     profiles: dict[str, int] = {
         g.graph: len(_profiles(g, manifest.limits, manifest.tree, options)) for g in graphs

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_export.inspection.describe import size
+from eagle_export.pipeline.decoding_memory import DecodingMemory
 from eagle_export.pipeline.sizes import GraphWeights
 from eagle_run.errors import EagleError
 
@@ -75,11 +76,16 @@ class StepEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What it will take. `steps` are those that are done, of calibrate, export, measure and compile."""
+    """What it will take. `steps` are those that are done, of calibrate, export, measure and compile.
+
+    decoding: what the bundle takes later, at its limits; None where that is not known.
+    """
 
     graphs: tuple[GraphEstimate, ...]
     disk_bytes: int
     steps: Mapping[str, StepEstimate]
+    decoding: DecodingMemory | None = None
+    max_batch: int = 1
 
     @property
     def memory_bytes(self) -> int:
@@ -135,6 +141,7 @@ class Estimate:
             "disk_bytes": self.disk_bytes,
             "memory_bytes": self.memory_bytes,
             "seconds": round(self.seconds),
+            "decoding": None if self.decoding is None else self.decoding.as_dict(self.max_batch),
         }
 
     def render(self) -> Any:
@@ -153,6 +160,9 @@ class Estimate:
             table.add_row(name, "", size(step.memory_bytes), _time(step.seconds))
         whole = size(self.disk_bytes), size(self.memory_bytes), _time(self.seconds)
         table.add_row("about", *whole, style="bold")
+        if self.decoding is not None:
+            later = f"decoding later, at most {self.max_batch} side by side, beside the weights"
+            table.add_row(later, "", size(self.decoding.of(self.max_batch)), "")
         return table
 
 
@@ -239,7 +249,7 @@ def memory_here() -> Memory:
     main, swap = psutil.virtual_memory(), psutil.swap_memory()
     machine = Memory(main.available + swap.free, main.total + swap.total)
     try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # another system, or "max": no limit
         return machine
     return Memory(min(machine.available, limit), min(machine.total, limit))

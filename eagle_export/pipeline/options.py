@@ -186,8 +186,9 @@ class BuildOptions:
         settings_given = self.head_settings != UNSAID
         for name in ("max_seq_len", "max_batch", "prefill_chunk", "max_tree_nodes"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name} should be at least 1, found {value}", parameters=[name])
+            least = 2 if name == "max_seq_len" else 1  # a token to read, and one to answer
+            if value is not None and value < least:
+                raise UsageError(f"{name} should be at least {least}, found {value}", parameters=[name])
         if self.head == "none":
             self._check_headless(settings_given)
 

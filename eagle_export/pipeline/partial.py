@@ -21,6 +21,7 @@ from eagle_export.output_folder import check_output_folder, disk_full, settle, s
 from eagle_run.bundle.hashing import file_sha256, remember_sha256
 from eagle_run.bundle.loading import MANIFEST
 from eagle_run.errors import EagleError
+from eagle_run.json_files import read_json
 
 JOURNAL = "journal.json"
 _NEXT = f"{JOURNAL}.new"  # while it is written
@@ -162,10 +163,10 @@ class Partial:
     def _read(self) -> None:
         """Finds the steps that may be taken over: of the same identity, with files that are still whole."""
         try:
-            data = json.loads((self.folder / JOURNAL).read_text(encoding="utf-8"))
+            data = read_json(self.folder / JOURNAL)
             steps = {name: Step(**step) for name, step in data["steps"].items()}
             identity = data["identity"] if data["format"] == _FORMAT else None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (EagleError, KeyError, TypeError, AttributeError):
             return
         if self._fresh or not steps:
             return

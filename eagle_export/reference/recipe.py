@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -18,6 +19,7 @@ from eagle_export.heads.settings import UNSAID, HeadSettings
 from eagle_run.bundle.manifest import TreeDefaults
 from eagle_run.bundle.records import Record, explain
 from eagle_run.errors import EagleError, UsageError
+from eagle_run.json_files import check_nesting, read_bytes
 
 Algorithm = Literal["eagle1", "eagle3"]
 Count = Annotated[int, Field(ge=1)]
@@ -25,6 +27,7 @@ Count = Annotated[int, Field(ge=1)]
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PAPER_TREE = TreeDefaults(kind="dynamic", depth=8, top_k=10, nodes=60)
 _DEFAULT_CONTEXT = 4096
+_RECIPE_BYTES = 1 << 20  # a recipe takes 500; YAML is read at some 100 kB a second
 
 
 class Source(Record):
@@ -161,7 +164,7 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
 
 def _find(name: str) -> Path:
     if name.endswith((".yaml", ".yml")):
-        if not Path(name).is_file():
+        if not os.path.isfile(name):
             raise UsageError(f"{name}: no such recipe file")
         return Path(name)
     known = _names()
@@ -183,9 +186,12 @@ def _suggest(name: str, known: list[str]) -> str:
 
 def _read(path: Path) -> Recipe:
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        data = yaml.safe_load(read_bytes(path, max_bytes=_RECIPE_BYTES).decode("utf-8-sig"))
+    except (ValueError, yaml.YAMLError) as error:
         raise EagleError(f"{path}: not readable as YAML: {error}") from None
+    except RecursionError:
+        raise EagleError(f"{path}: not readable as YAML: nested too deep") from None
+    check_nesting(data, str(path))
     if not isinstance(data, dict):
         raise EagleError(f"{path}: expected keys and values, found {type(data).__name__}")
     try:
@@ -208,11 +214,11 @@ def find_target(target: str) -> tuple[Recipe, Path]:
     if target in _names() or target.endswith((".yaml", ".yml")):
         path = _find(target)
         return _read(path), path.parent
-    local = Path(target).expanduser()
-    if local.is_dir():
+    local = Path(os.path.expanduser(target))  # of any word; Path raises for ~nobody and for one too long
+    if os.path.isdir(local):
         source = Source(kind="folder", path=str(local.resolve()))
         return _default_recipe(local.resolve().name, source, local), local.parent
-    if local.is_file():
+    if os.path.isfile(local):
         raise UsageError(
             f"{target} is a file", hint="give the Hugging Face folder (config.json and safetensors)"
         )
@@ -272,8 +278,8 @@ def find_head(head: str, recipe: Recipe) -> HeadSource:
                 parameters=["head"],
             )
         return source
-    local = Path(head).expanduser()
-    if local.is_dir():
+    local = Path(os.path.expanduser(head))
+    if os.path.isdir(local):
         return HeadSource(kind="folder", path=str(local.resolve()))
     if HUB_ID.fullmatch(head):
         return HeadSource(kind="hub", id=head)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_export.files import whole_file
-from eagle_run.errors import EagleError, first_line
+from eagle_run.errors import EagleError
 
 _VERSION = 1
 
@@ -30,16 +30,14 @@ def found(folder: Path) -> list[Path]:
 
 def load(path: Path) -> dict[str, Any]:
     """What `save` was given. Raises EagleError for a file that is damaged or of another version."""
-    import torch
+    from eagle_export.checkpoints.pickled import load_pickled
 
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever torch runs into
-        raise EagleError(
-            f"{path}: not a whole checkpoint: {first_line(error)}",
-            hint="remove it, and resume from the one before",
-            parameters=["resume"],
-        ) from error
+    state = load_pickled(
+        path,
+        ": not a whole checkpoint",
+        hint="remove it, and resume from the one before",
+        parameters=["resume"],
+    )
     if not isinstance(state, dict) or state.get("version") != _VERSION:
         raise EagleError(
             f"{path}: not a checkpoint of this version",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,8 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 def draw(path: Path, history: Sequence[Mapping[str, Any]]) -> bool:
     """A picture of loss, acceptance by step and tokens per round over updates. False without matplotlib."""
+    # It warns where HOME cannot be written, and while it looks for fonts.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -8,7 +8,6 @@ data.json, and in an .npz as the text `target_sha256`, if at all. What else is i
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,12 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eagle_export.train.settings import MAKE_DATA, check_sources
 from eagle_run.errors import EagleError, UsageError, first_line
+from eagle_run.json_files import read_json
 
 _PART = 256  # conversations of an .npz that make one shard
 _ARRAYS = ("tokens", "offsets", "prompt_lengths", "loss_mask")
 _TARGET = "target_sha256"  # in an .npz: a text
-_HINT = "make the data again with `eagle-export data`"
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,34 +102,30 @@ def load_samples(sources: Sequence[Path], *, vocab_size: int, target_sha256: str
     Raises UsageError where there is none, EagleError for data that is damaged, of another target
     (`target_sha256`, where a folder's data.json or an .npz names one) or outside of the vocabulary.
     """
+    check_sources(sources)
     shards: list[Shard] = []
     for source in map(Path, sources):
         if source.is_dir():
             signed = _signed(source, _folder_target(source), target_sha256)
             paths = sorted(source.glob("[0-9]*.safetensors"))
             if not paths:
-                raise UsageError(f"{source}: no shards (00000.safetensors and so on)", hint=_HINT)
+                raise UsageError(f"{source}: no shards (00000.safetensors and so on)", hint=MAKE_DATA)
             read = [_shard(path.name, _read(path), vocab_size, path) for path in paths]
             shards += [replace(shard, signed=signed) for shard in read]
-        elif source.suffix == ".npz" and source.is_file():
-            shards += list(_parts(source, vocab_size, target_sha256))
         else:
-            raise UsageError(f"{source}: neither a data folder nor an .npz file", hint=_HINT)
+            shards += list(_parts(source, vocab_size, target_sha256))
     kept = tuple(shard for shard in shards if len(shard))  # of some all conversations were dropped
     if not kept:
-        raise UsageError(f"{', '.join(map(str, sources))}: no conversations", hint=_HINT)
+        raise UsageError(f"{', '.join(map(str, sources))}: no conversations", hint=MAKE_DATA)
     return Samples(kept)
 
 
 def _folder_target(folder: Path) -> str | None:
     """The target that a folder's data.json names."""
     where = folder / "data.json"
-    try:
-        facts = json.loads(where.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise EagleError(f"{folder}: no data.json", hint=_HINT) from None
-    except (OSError, ValueError) as error:
-        raise EagleError(f"{where}: not readable as JSON: {error}", hint=_HINT) from None
+    if not where.is_file():
+        raise EagleError(f"{folder}: no data.json", hint=MAKE_DATA)
+    facts = read_json(where, hint=MAKE_DATA)
     target = facts.get("target") if isinstance(facts, dict) else None
     return target.get("sha256") if isinstance(target, dict) else None
 
@@ -150,7 +146,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except Exception as error:  # whatever the parser runs into
-        raise EagleError(f"{path}: not a whole safetensors file: {error}", hint=_HINT) from None
+        raise EagleError(f"{path}: not a whole safetensors file: {error}", hint=MAKE_DATA) from None
 
 
 def _parts(path: Path, vocab_size: int, target_sha256: str | None) -> Iterator[Shard]:
@@ -159,7 +155,7 @@ def _parts(path: Path, vocab_size: int, target_sha256: str | None) -> Iterator[S
             arrays = {name: torch.from_numpy(_widen(file[name])) for name in _ARRAYS if name in file}
             target = str(file[_TARGET]) if _TARGET in file else None
     except Exception as error:  # whatever NumPy and zipfile run into
-        raise EagleError(f"{path}: not readable: {first_line(error)}", hint=_HINT) from None
+        raise EagleError(f"{path}: not readable: {first_line(error)}", hint=MAKE_DATA) from None
     signed = _signed(path, target, target_sha256)
     whole = _shard(path.name, arrays, vocab_size, path)
     for first in range(0, len(whole), _PART):
@@ -182,10 +178,10 @@ def _widen(array: np.ndarray) -> np.ndarray:
 def _shard(name: str, arrays: dict[str, Tensor], vocab_size: int, path: Path) -> Shard:
     missing = {"tokens", "offsets", "prompt_lengths"} - set(arrays)
     if missing:
-        raise EagleError(f"{path}: no {', '.join(sorted(missing))}", hint=_HINT)
+        raise EagleError(f"{path}: no {', '.join(sorted(missing))}", hint=MAKE_DATA)
     for key in ("tokens", "offsets", "prompt_lengths"):
         if arrays[key].dim() != 1 or arrays[key].is_floating_point():
-            raise EagleError(f"{path}: {key} should be a row of whole numbers", hint=_HINT)
+            raise EagleError(f"{path}: {key} should be a row of whole numbers", hint=MAKE_DATA)
     tokens, offsets = arrays["tokens"].int(), arrays["offsets"].long()
     prompts = arrays["prompt_lengths"].long()
     count = len(offsets) - 1
@@ -194,7 +190,9 @@ def _shard(name: str, arrays: dict[str, Tensor], vocab_size: int, path: Path) ->
         count >= 0 and int(offsets[0]) == 0 and int(offsets[-1]) == len(tokens) and bool((lengths > 0).all())
     )
     if not whole or len(prompts) != count or bool((prompts > lengths).any() | (prompts < 0).any()):
-        raise EagleError(f"{path}: offsets or prompt_lengths do not fit its {len(tokens)} tokens", hint=_HINT)
+        raise EagleError(
+            f"{path}: offsets or prompt_lengths do not fit its {len(tokens)} tokens", hint=MAKE_DATA
+        )
     if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
         raise EagleError(
             f"{path}: token ids from {int(tokens.min())} to {int(tokens.max())}, but this target has "
@@ -205,7 +203,7 @@ def _shard(name: str, arrays: dict[str, Tensor], vocab_size: int, path: Path) ->
         answers = arrays["loss_mask"].bool()
         if answers.shape != tokens.shape:
             raise EagleError(
-                f"{path}: loss_mask has {len(answers)} entries for {len(tokens)} tokens", hint=_HINT
+                f"{path}: loss_mask has {len(answers)} entries for {len(tokens)} tokens", hint=MAKE_DATA
             )
     else:
         answers = _positions(offsets) >= prompts.repeat_interleave(lengths)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from eagle_run.errors import UsageError
@@ -13,6 +16,14 @@ LOSSES = ("distribution", "regression", "hass")
 PRECISIONS = ("auto", "fp32", "bf16")
 # What may differ when a run is resumed: it changes neither the updates made so far nor the next ones.
 _FREE = ("eval_every", "save_every", "keep")
+MAKE_DATA = "make the data again with `eagle-export data`"
+
+
+def check_sources(sources: Sequence[Path]) -> None:
+    """Raises UsageError for a source of training data that is neither a folder nor an .npz file."""
+    for source in sources:
+        if not os.path.isdir(source) and not (source.suffix == ".npz" and os.path.isfile(source)):
+            raise UsageError(f"{source}: neither a data folder nor an .npz file", hint=MAKE_DATA)
 
 
 @dataclass(frozen=True)

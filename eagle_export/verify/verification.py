@@ -30,6 +30,7 @@ from eagle_export.verify.sources import (
     wide_graphs,
     widen_modules,
 )
+from eagle_run.backends.environment import thread_count
 from eagle_run.bench.mismatch import TIE, TIES, Mismatch, find_mismatch
 from eagle_run.bundle.loading import Bundle, load_bundle
 from eagle_run.decoding.config import PLAIN, SpeculativeConfig
@@ -98,9 +99,10 @@ def verify_bundle(
 
     bfloat16 is run by the modules that were exported. `prompts` is a file of questions (default: our own),
     `limit` takes the first ones; `target` and `head` say where the source weights are, as for a build. Raises
-    EagleError when bundle, prompts or weights cannot be read, and for a bundle of engines alone; what is
-    wrong with a readable bundle is in the result.
+    EagleError when bundle, prompts or weights cannot be read, and for a bundle of engines alone, UsageError
+    for more threads than cores; what is wrong with a readable bundle is in the result.
     """
+    thread_count(threads)
     with report.step("open the bundle"):
         bundle = load_bundle(path)
         precision = onnx_precision(bundle)

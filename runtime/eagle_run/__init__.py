@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from eagle_run.telemetry import disable_telemetry
 from eagle_run.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from eagle_run.metrics import Metrics
     from eagle_run.outputs import CompletionOutput, Logprob, RequestOutput
     from eagle_run.params import RequestOutputKind, SamplingParams
+
+disable_telemetry()
 
 _HOMES = {
     "LLM": "llm",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from eagle_run.chat_template import normalize_messages
 from eagle_run.errors import EagleError
+from eagle_run.json_files import MAX_BYTES, parse_json, read_bytes
 
 _SHAPES = (
     'expected a string, or an object with "turns" (a list of strings), "prompt" (a string) or "messages"'
@@ -75,46 +77,55 @@ def read_prompts(path: str | Path) -> list[str | list[dict[str, Any]]]:
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """(line number, value) of each JSON line that is not blank; a value is a string or an object."""
-    # Not splitlines(): that also breaks at characters such as U+2028, which JSON allows inside a string.
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
+    """(line number, value) of each JSON line that is not blank; a value is a string or an object.
+
+    A file may be larger than memory: of it one line is held, of at most MAX_BYTES.
+    """
+    for number, line in _text_lines(path):
         if not line.strip():
             continue
+        value = parse_json(line, f"{path}, line {number}")
         try:
-            value = json.loads(line)
             json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is no text
         except UnicodeEncodeError:
             raise EagleError(f"{path}, line {number}: the text is not valid Unicode") from None
-        except ValueError as error:
-            raise EagleError(f"{path}, line {number}: not JSON: {error}") from None
         if not isinstance(value, str | dict):
             raise EagleError(f"{path}, line {number}: {_SHAPES}")
         yield number, value
 
 
-def is_file(path: str) -> bool:
-    """Whether there is such a file; a name that no file can have is none."""
+def _text_lines(path: str | Path) -> Iterator[tuple[int, str]]:
+    """(line number, text) of each line. In bytes a line ends at a line feed alone: text would also break at
+    characters such as U+2028, which JSON allows inside a string."""
+    offset = 0
     try:
-        return Path(path).is_file()
-    except (OSError, ValueError):  # too long, or with a NUL
-        return False
-
-
-def read_text(path: str | Path) -> str:
-    """A whole UTF-8 file; EagleError when it is missing or something else."""
-    try:
-        return decode_utf8(Path(path).read_bytes(), str(path))
+        with Path(path).open("rb") as file:
+            for number in count(1):
+                line = file.readline(MAX_BYTES + 1)
+                if not line:
+                    return
+                if len(line) > MAX_BYTES:
+                    raise EagleError(f"{path}, line {number}: longer than {MAX_BYTES:,} bytes")
+                yield number, decode_utf8(line, str(path), offset)
+                offset += len(line)
     except OSError as error:
         raise EagleError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-def decode_utf8(data: bytes, where: str) -> str:
-    """Bytes → text; EagleError says where they stop being UTF-8. A byte order mark is dropped."""
+def read_text(path: str | Path) -> str:
+    """A whole UTF-8 file; EagleError when it is missing, very large, or something else."""
+    return decode_utf8(read_bytes(Path(path)), str(path))
+
+
+def decode_utf8(data: bytes, where: str, offset: int = 0) -> str:
+    """Bytes → text; EagleError says where they stop being UTF-8. A byte order mark is dropped where the text
+    begins. offset: of the first byte in `where`."""
     try:
-        return data.decode("utf-8-sig")
+        return data.decode("utf-8" if offset else "utf-8-sig")
     except UnicodeDecodeError as error:
+        offset += len(data) - len(error.object)  # a byte order mark was taken off
         raise EagleError(
-            f"{where} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}",
+            f"{where} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {offset + error.start}",
             hint="convert it first, e.g. with `iconv -t utf-8`",
         ) from None
 

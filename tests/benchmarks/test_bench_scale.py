@@ -114,7 +114,21 @@ def test_a_child_does_not_inherit_our_peak(tmp_path: Path) -> None:
     assert 50 * 10**6 < int(small.out) < 300 * 10**6
 
 
-@pytest.mark.slow
+def test_memory_of_what_a_child_started_counts(tmp_path: Path) -> None:
+    """However much we hold: a compiler's process can take more than the command that started it."""
+    (tmp_path / "starts.py").write_text(
+        "import subprocess, sys\n"
+        "held = 'held = bytearray(150 * 10**6); held[::4096] = bytes(len(held[::4096]))'\n"
+        "sys.exit(subprocess.run([sys.executable, '-c', held]).returncode + 3)\n"
+    )
+    ours = bytearray(600 * 10**6)
+    ours[::4096] = bytes(len(ours[::4096]))
+    ended = child.run("starts", environment={"PYTHONPATH": str(tmp_path)})
+    assert (ended.code, ended.stopped) == (3, False)
+    assert 150 * 10**6 < ended.peak_memory_bytes < 250 * 10**6
+    assert 0 < ended.cpu_seconds < 60
+
+
 def test_the_whole_benchmark_on_a_tiny_shape(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -117,7 +117,7 @@ def alone(
     venv.create(folder / "venv", symlinks=True, with_pip=False)
     python = folder / "venv/bin/python"
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    Path(run(python, "-c", where, env=environment).strip(), "visible.pth").write_text(f"{visible}\n")
+    Path(run(python, "-c", where, env=environment).strip(), "visible.pth").write_text(f"{visible}\n", encoding="utf-8")
     pip = (sys.executable, "-m", "pip", "--python", python)
     run(*pip, "install", "-q", wheels["eagle-run"], env=environment)
     return python.parent

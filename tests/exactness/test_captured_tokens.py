@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.decoding import Answer, Request, answers_of
-from support.opgraph import OpRecorder
+from support.opgraph import OpGraph, OpRecorder
 from support.tiny import eager_engine, modules_of
 
 from eagle_export.reference.modules import Modules
@@ -265,3 +265,38 @@ def test_requests_join_others_with_their_own_tree(ahead: bool, other: str, modul
         assert tokens[name] == alone.tokens
     last_of_first = max(i for i, name in enumerate(steps) if name == "first")
     assert (steps.index("second") < last_of_first) == (other == "dynamic")
+
+
+class FailsLater(OpRecorder):
+    """Captures `good` rounds; of the next one only the first operations, as where memory runs out."""
+
+    def __init__(self, good: int) -> None:
+        super().__init__()
+        self.good = good
+
+    def record(self, function: Callable[[], None]) -> tuple[OpGraph, int]:
+        if len(self.graphs) < self.good:
+            return super().record(function)
+
+        def begun() -> None:
+            function()
+            raise RuntimeError("CUDA error: out of memory")
+
+        return super().record(begun)
+
+
+@pytest.mark.parametrize("good", [0, 1])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_capture_that_fails_changes_no_token(good: int, ahead: bool, modules: Modules) -> None:
+    """Rounds go on uncaptured, in the middle of answers, and the user is told once."""
+    said: list[str] = []
+    engine = eager_engine(modules, batch=2)
+    engine.cuda_graphs = CudaGraphRunner("cpu", recorder=FailsLater(good), log=said.append)
+    engine.async_scheduling = ahead
+    for number, name in enumerate(["dynamic", "chain", "dynamic"]):
+        wanted = one_by_one(modules, MIXED, SHAPES[name], "topk")
+        assert answers_of(engine, MIXED, SHAPES[name]) == wanted
+        assert engine.cuda_graphs.enabled == (number < good)
+        assert len(said) == (0 if engine.cuda_graphs.enabled else 1)
+    assert (engine.cuda_graphs.replays > 0) == (good > 0)
+    assert "out of memory" in said[0]

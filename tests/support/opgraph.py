@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from eagle_run.engine.cuda_graphs import NotCapturedError
+
 
 class OpGraph:
     """What `OpRecorder.record` gives: `torch.cuda.CUDAGraph`'s replay and reset."""
@@ -53,10 +55,14 @@ class OpRecorder(TorchDispatchMode):
     @torch.no_grad()
     def record(self, function: Callable[[], None]) -> tuple[OpGraph, int]:
         self._operations, self._before = [], []
-        with self:
-            function()
-        for place, value in reversed(self._before):
-            place.copy_(value)
+        try:
+            with self:
+                function()
+        except RuntimeError as error:
+            raise NotCapturedError(str(error)) from error
+        finally:
+            for place, value in reversed(self._before):
+                place.copy_(value)
         self.graphs.append(OpGraph(self._operations))
         return self.graphs[-1], 1000
 

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from eagle_run.errors import UsageError
 from eagle_run.version import __version__
 
 _LIBRARIES = ("torch", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx", "tokenizers")
@@ -19,7 +20,7 @@ def environment(threads: int = 0) -> dict[str, Any]:
         "cpu": cpu_model(),
         **gpu(),
         "cores": cores(),
-        "threads": threads or cores(),
+        "threads": thread_count(threads),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "eagle_run": __version__,
@@ -40,6 +41,27 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def thread_count(threads: int) -> int:
+    """Threads inside an operator: as asked, and one per core where 0 is.
+
+    Raises UsageError for fewer than 0, and for more than there are cores: threads that wait for each other in
+    turns slow every operator down, by hundreds of times where there are many.
+    """
+    if threads < 0:
+        raise UsageError(
+            f"threads is {threads}, expected 0 or more",
+            hint="0 takes one per core",
+            parameters=["threads"],
+        )
+    if threads > cores():
+        raise UsageError(
+            f"threads is {threads}, but this process may use {cores()} {'core' if cores() == 1 else 'cores'}",
+            hint=f"ask for {cores()} or fewer; 0 takes one per core",
+            parameters=["threads"],
+        )
+    return threads or cores()
 
 
 def cpu_model() -> str:

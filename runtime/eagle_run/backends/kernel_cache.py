@@ -46,7 +46,7 @@ class KernelCache:
 
 def cache_file(sha256: str, gpu: Gpu, library: Library) -> Path:
     """Where the kernels of an engine are, on this GPU, for this version of the library."""
-    name = re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")
+    name = re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")[:64]
     return cache_dir("eagle-run") / "kernels" / f"{sha256[:16]}.{name}.{library.version}.bin"
 
 

@@ -16,7 +16,7 @@ import torch
 
 from eagle_run.backends.base import Run
 from eagle_run.backends.checks import check_tensors
-from eagle_run.backends.environment import cores
+from eagle_run.backends.environment import thread_count
 from eagle_run.backends.stream import stream_of
 from eagle_run.bundle.tensors import GraphSpec, TensorSpec
 from eagle_run.dtypes import BY_ONNXRUNTIME, DTYPES
@@ -28,13 +28,15 @@ _CUDA = "CUDAExecutionProvider"
 class OnnxRuntimeGraph:
     """A graph in an ONNX Runtime session. `device` is "cpu", "cuda" or "cuda:0" (needs onnxruntime-gpu).
 
-    `threads` is the number of threads inside an operator on a CPU; 0 means one per core.
-    Raises EagleError when the file cannot be loaded, and when the CUDA provider or what it needs is missing.
+    `threads` is the number of threads inside an operator on a CPU; 0 means one per core. Raises UsageError
+    for more threads than cores, and EagleError when the file cannot be loaded, and when the CUDA provider or
+    what it needs is missing.
     """
 
     capturable = False  # it manages memory and waits on its own while it runs
 
     def __init__(self, path: Path, name: str, *, device: str = "cpu", threads: int = 0) -> None:
+        threads = thread_count(threads)
         ort = _import_onnxruntime()
         self._device = torch.device(device)
         on_gpu = self._device.type == "cuda"
@@ -94,7 +96,7 @@ def _options(ort: Any, threads: int) -> Any:
     options = ort.SessionOptions()
     # Always a number: left to itself ONNX Runtime also pins its threads, which then cannot make way for the
     # thread that calls it (3–4% of a forward on two cores).
-    options.intra_op_num_threads = threads or cores()
+    options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
     # Threads of a finished run go to sleep at once. Left spinning, those of the draft take the cores away

@@ -11,6 +11,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from eagle_run.errors import EagleError
+from eagle_run.json_files import read_json
+
 _REMEMBERED = 512  # hashes kept in the cache file
 _LOCK = threading.Lock()  # of threads that hash several files at once
 
@@ -72,8 +75,8 @@ def _stamp(path: Path) -> list[int]:
 
 def _remembered() -> dict[str, list[Any]]:
     try:
-        known = json.loads((cache_dir("eagle-run") / "hashes.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        known = read_json(cache_dir("eagle-run") / "hashes.json")
+    except EagleError:
         return {}
     sound = isinstance(known, dict) and all(isinstance(v, list) and len(v) == 3 for v in known.values())
     return known if sound else {}

@@ -26,6 +26,7 @@ from eagle_run.bundle.records import (
     explain,
 )
 from eagle_run.errors import EagleError
+from eagle_run.json_files import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -143,10 +144,7 @@ def read_manifest(root: Path) -> Manifest:
         raise EagleError(
             f"{root} is not a bundle: expected a folder with manifest.json, found {found}", hint=hint
         )
-    try:
-        data = json.loads(where.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise EagleError(f"{where}: not readable as JSON: {error}", hint=_REBUILD) from None
+    data = read_json(where, hint=_REBUILD)
     _check_schema(data, where)
     if data["schema_version"] < SCHEMA_VERSION:
         data = _from_older(data)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Sequence
 
-from eagle_run.datasets import is_file, read_text
+from eagle_run.datasets import read_text
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.errors import EagleError, UsageError
+from eagle_run.json_files import parse_json
 
 KINDS = ("dynamic", "static", "chain", "plain")
 SYNTAX = "plain, chain:DEPTH, dynamic:DEPTH,TOP_K,NODES, static:PARENT,PARENT,... or a JSON file of parents"
@@ -18,7 +19,7 @@ def parse_tree_spec(spec: str) -> TreeShape:
 
     Raises UsageError for what is neither, and EagleError for a file that holds no tree.
     """
-    if spec.partition(":")[0] in KINDS or not is_file(spec):
+    if spec.partition(":")[0] in KINDS or not os.path.isfile(spec):
         return parse_spec(spec)
     return static_from_json(read_text(spec), spec)
 
@@ -70,10 +71,7 @@ def static_from_json(text: str, where: str) -> TreeShape:
     Paths are how SafeAILab writes trees, [[0], [1], [0, 0]]: the first and second child of the root, and the
     first child of the first.
     """
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise EagleError(f"{where}: not JSON: {error}") from None
+    data = parse_json(text, where)
     if isinstance(data, dict):
         data = data.get("parents")
     if _whole_numbers(data):

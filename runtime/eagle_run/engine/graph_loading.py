@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from eagle_run.backends.base import Graph
+from eagle_run.backends.environment import thread_count
 from eagle_run.backends.gpu import Gpu, find_gpu, need_gpu
 from eagle_run.backends.library import find_library
 from eagle_run.backends.stream import on_stream
@@ -49,10 +50,11 @@ def load_graphs(
     and the CPU for ONNX graphs; "cuda" wants the GPU, whatever runs there; "cpu" never uses it. `log` is told
     why a GPU that is there is not used. Without `with_draft` only the target is loaded.
 
-    Raises UsageError for options that contradict each other, and EagleError where the GPU, a library or a
-    fitting file is missing.
+    Raises UsageError for options that contradict each other and more threads than cores, and
+    EagleError where the GPU, a library or a fitting file is missing.
     """
     _check(backend, device)
+    thread_count(threads)
     log = log or (lambda _: None)
     names = graph_names(bundle, with_draft)
     if backend in MODULES:

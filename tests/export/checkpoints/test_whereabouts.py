@@ -37,7 +37,7 @@ def test_a_damaged_entry_is_no_place(
 
 
 def test_a_cache_that_cannot_be_written_is_no_fault(cache: Path, tiny_target: Path) -> None:
-    cache.write_text("a file")
+    cache.write_text("a file", encoding="utf-8")
     assert whereabouts.recall(whereabouts.identify(tiny_target)) is None
 
 

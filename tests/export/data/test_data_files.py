@@ -66,7 +66,7 @@ def test_shapes_may_be_mixed_and_blank_lines_do_not_count(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (b"{", "not JSON"),
+        (b"{", "not readable as JSON"),
         ({"text": "Hi"}, "expected"),
         ({"prompt": 3}, "expected"),
         ({"prompt": "  "}, "empty"),

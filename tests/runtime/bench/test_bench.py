@@ -224,7 +224,9 @@ def test_an_answer_that_ends_early_has_no_gap(engine: Engine) -> None:
 
 
 def _write(path: Path, *lines: Any) -> Path:
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    path.write_text(
+        "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines), encoding="utf-8"
+    )
     return path
 
 
@@ -260,7 +262,7 @@ def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{not json", "line 2: not JSON"),
+        ("{not json", "line 2: not readable as JSON"),
         ('{"turns": ["\\ud800 x"]}', "line 2: the text is not valid Unicode"),
         ("[1]", "line 2: expected a string"),
         ({"turns": []}, "line 2"),

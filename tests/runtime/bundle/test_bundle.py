@@ -169,7 +169,7 @@ def test_an_edited_file_is_found_even_after_a_good_load(tmp_path: Path, name: st
 def test_a_hash_is_computed_once(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write_bundle(tmp_path / "b")
     load_bundle(root)
-    kept = json.loads(own_cache.read_text())
+    kept = json.loads(own_cache.read_text(encoding="utf-8"))
     assert len(kept) == 8
     assert kept[str((root / FILES[0]).resolve())][2] == hashlib.sha256(b"graph of target").hexdigest()
 
@@ -200,9 +200,9 @@ def test_the_hash_of_a_file_that_changes_meanwhile_is_not_kept(
 @pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', "{"])
 def test_a_broken_hash_cache_is_ignored(tmp_path: Path, own_cache: Path, text: str) -> None:
     own_cache.parent.mkdir(parents=True)
-    own_cache.write_text(text)
+    own_cache.write_text(text, encoding="utf-8")
     load_bundle(write_bundle(tmp_path / "b"))
-    assert len(json.loads(own_cache.read_text())) == 8
+    assert len(json.loads(own_cache.read_text(encoding="utf-8"))) == 8
 
 
 def test_an_unwritable_hash_cache_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ def test_the_hash_cache_keeps_the_youngest(
     for name in ("1", "2", "3"):
         (tmp_path / name).write_text(name)
         assert file_sha256(tmp_path / name) == hashlib.sha256(name.encode()).hexdigest()
-    assert [Path(key).name for key in json.loads(own_cache.read_text())] == ["2", "3"]
+    assert [Path(key).name for key in json.loads(own_cache.read_text(encoding="utf-8"))] == ["2", "3"]
 
 
 @pytest.mark.parametrize(

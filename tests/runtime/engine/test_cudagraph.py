@@ -90,15 +90,69 @@ def test_clear_begins_anew() -> None:
     assert len(recorder.graphs) == 2
 
 
-def test_what_cannot_be_captured_is_an_error_that_says_so() -> None:
-    total = torch.zeros(3)
+def test_what_cannot_be_captured_is_called_from_then_on() -> None:
+    """The work that the capture had noted is done once, and the log is told once."""
+    total, said = torch.zeros(3), []
+    recorder = OpRecorder()
 
     def read() -> None:
+        total.add_(1)
         total.sum().item()
 
-    rounds = CudaGraphRunner("cpu", recorder=OpRecorder())
-    rounds.run("read", read)
-    with pytest.raises(EagleError, match="cannot be captured") as caught:
+    rounds = CudaGraphRunner("cpu", recorder=recorder, log=said.append)
+    for _ in range(3):
+        rounds.run("fine", adding(total, 10))
+    for count in range(1, 5):
         rounds.run("read", read)
-    assert "--no-cuda-graphs" in str(caught.value.hint)
+        assert total.tolist() == [30.0 + count] * 3
+    rounds.run("fine", adding(total, 10))
+    assert total.tolist() == [44.0] * 3
+    assert (rounds.calls, rounds.replays) == (6, 2)
+    assert not rounds.enabled
     assert rounds.captured == ()
+    assert not recorder.graphs[0].alive  # its memory is free again
+    assert len(said) == 1
+    assert "without CUDA graphs" in said[0]
+    assert "a value to the host" in said[0]
+
+
+class FailingReplay:
+    """A recording that fails in the middle."""
+
+    def __init__(self, total: torch.Tensor) -> None:
+        self.total = total
+
+    def replay(self) -> None:
+        self.total.add_(0.5)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nfor debugging ...")
+
+    def reset(self) -> None:
+        raise RuntimeError("CUDA error: the same again")
+
+
+class Failing:
+    """A recorder of recordings that fail, or of a device that has failed."""
+
+    def __init__(self, total: torch.Tensor, *, early: bool) -> None:
+        self.total, self.early = total, early
+
+    def record(self, _: Callable[[], object]) -> tuple[FailingReplay, int]:
+        if self.early:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return FailingReplay(self.total), 0
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["in a replay", "before a capture"])
+def test_what_may_have_half_run_is_not_run_again(early: bool) -> None:
+    """Neither a failed replay nor a round before a capture can be undone, so the run ends."""
+    total, said = torch.zeros(()), []
+    rounds = CudaGraphRunner("cpu", recorder=Failing(total, early=early), log=said.append)
+    rounds.run("add", adding(total, 1))
+    with pytest.raises(EagleError, match="may have half-run: CUDA error: an illegal memory access") as caught:
+        rounds.run("add", adding(total, 1))
+    assert total == (1.0 if early else 1.5)  # nothing was done a second time
+    assert caught.value.parameters == ("cuda_graphs", "batch")
+    assert said == []
+    rounds.run("add", adding(total, 1))  # a new run may go on without graphs
+    assert total == (2.0 if early else 2.5)
+    assert not rounds.enabled
