@@ -18,14 +18,14 @@ Decode = Callable[[Sequence[int], int], tuple[list[int], float]]
 
 def ours(engine: Any) -> Decode:
     """Plain decoding of eagle-run: the tree that is only a root."""
-    from eagle_run.engine.request import Request
-
-    from eagle_run.decoding.tree import TreeShape
+    from eagle_run.decoding.config import PLAIN
+    from eagle_run.engine.offline import OfflineRequest, run_offline
+    from eagle_run.params import SamplingParams
 
     def decode(prompt: Sequence[int], new_tokens: int) -> tuple[list[int], float]:
-        request = Request(prompt=tuple(prompt), max_new_tokens=new_tokens)
-        decoded = engine.decode([request], TreeShape.plain())
-        return decoded.tokens[0], decoded.stats.decode_seconds
+        params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+        run = run_offline(engine, [OfflineRequest(tuple(prompt), params)], PLAIN)
+        return list(run.token_ids[0]), run.metrics.decode_seconds
 
     return decode
 

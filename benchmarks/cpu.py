@@ -78,11 +78,10 @@ class Run:
     @property
     def engine(self) -> Any:
         if self._engine is None:
-            from eagle_run.engine.opening import open_engine
-
             from eagle_run.backends.environment import environment
+            from eagle_run.engine.loading import load_engine
 
-            self._engine = open_engine(self.bundle, device="cpu", threads=self.options["threads"])
+            self._engine = load_engine(self.bundle, device="cpu", threads=self.options["threads"])
             self.results["environment"] = environment(self.options["threads"])
         return self._engine
 
@@ -140,7 +139,7 @@ class Run:
         """Milliseconds of a target and a draft forward by rows and attended width, sizes taken in turns."""
         import torch
 
-        runner = self.engine.decoder.runner
+        runner = self.engine.runner
         shapes = [(rows, kv) for kv in (128, 256, 512) for rows in (1, 2, 3, 4, 6, 8, 12, 16, 32)]
         calls = {}
         for name, make in (("target", runner.target), ("draft", runner.draft)):
@@ -172,7 +171,7 @@ class Run:
         from eagle_export.reference.recipe import resolve_target
 
         folder = resolve_target("smollm2-135m").folder
-        prompts = [self.engine.request(q.turns[0]).prompt for q in self.questions("mt_bench", 8)]
+        prompts = [self.engine.tokenizer.encode_prompt(q.turns[0]) for q in self.questions("mt_bench", 8)]
         with tempfile.TemporaryDirectory() as work:
             decoders = {
                 "eagle_run": baselines.ours(self.engine),

@@ -45,26 +45,32 @@ def main(bundle: str, tree: str, prompt: str, rounds: int, out: Path) -> None:
 
 def decode(bundle: str, tree: str, prompt: str, rounds: int) -> list[Round]:
     """The first `rounds` rounds of the answer to `prompt`."""
-    from eagle_run.engine.opening import open_engine
-
+    from eagle_run.decoding.config import SpeculativeConfig
     from eagle_run.decoding.sampling import stack
     from eagle_run.decoding.tree_spec import parse_spec
+    from eagle_run.engine.loading import load_engine
     from eagle_run.engine.prefill import kv_bucket, prefill
-    from eagle_run.engine.round import observed_step
+    from eagle_run.engine.round import run_round
+    from eagle_run.params import SamplingParams
 
-    engine = open_engine(bundle, device="cpu")
-    runner, shape = engine.decoder.runner, parse_spec(tree)
-    request = engine.request(prompt)
-    state = runner.new_state(shape.depth + 1, stack([request.sampling]))
-    prefill(runner, state, 0, request.prompt, chunk=engine.decoder.chunk)
-    tokens, seen = list(request.prompt), []
+    engine = load_engine(bundle, device="cpu")
+    runner, speculative = engine.runner, SpeculativeConfig(parse_spec(tree))
+    state = runner.new_state(speculative.path_rows, stack([SamplingParams(temperature=0)]))
+    tokens = engine.tokenizer.encode_prompt(prompt)
+    prefill(runner, state, 0, tokens, chunk=engine.limits.prefill_chunk)
+    seen: list[Round] = []
     for _ in range(rounds):
-        kv = kv_bucket(len(tokens) + shape.cache_rows, runner.cache_rows)
-        plan, forward, path = observed_step(runner, state, shape, kv=kv)
+        kv = kv_bucket(len(tokens) + speculative.tree.cache_rows, runner.cache_rows)
+        result = run_round(runner, state, speculative, kv=kv)
+        path = result.path
         length = int(path.length[0])
         emitted = path.tokens[0, :length].tolist()
         accepted = path.nodes[0, :length].tolist()
-        seen.append(describe(engine, plan, forward, accepted=accepted, tokens=tokens, bonus=emitted[-1]))
+        seen.append(
+            describe(
+                engine, result.plan, result.verified, accepted=accepted, tokens=tokens, bonus=emitted[-1]
+            )
+        )
         tokens += emitted
         if engine.bundle.manifest.stop_token_ids and emitted[-1] in engine.bundle.manifest.stop_token_ids:
             break

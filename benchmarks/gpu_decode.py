@@ -1,6 +1,6 @@
 """How the graphs of a set are decoded for a measurement, and whether decoding is right.
 
-Everything goes through the real `Decoder`.
+Everything goes through the real `Engine`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from eagle_run.engine.mismatch import find_mismatch
-from eagle_run.engine.request import Request, Stats
-
 from benchmarks.gpu_measure import Timeline
 from benchmarks.gpu_models import Measured, Setup
-from eagle_run.decoding.sampling import SamplingParams
-from eagle_run.decoding.tree import TreeShape
+from eagle_run.bench.mismatch import find_mismatch
+from eagle_run.decoding.config import PLAIN, SpeculativeConfig
 from eagle_run.decoding.tree_spec import parse_spec
+from eagle_run.engine.offline import OfflineRequest, run_offline
+from eagle_run.metrics import Metrics
+from eagle_run.params import SamplingParams
 
-PLAIN = TreeShape.plain()
-GREEDY = SamplingParams()
-SAMPLED = (SamplingParams(1.0, top_p=0.9, seed=1), SamplingParams(0.7, top_p=0.8, seed=2))
+GREEDY = SamplingParams(temperature=0, seed=0)
+SAMPLED = (
+    SamplingParams(temperature=1.0, top_p=0.9, seed=1),
+    SamplingParams(temperature=0.7, top_p=0.8, seed=2),
+)
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ class Budget:
 class Decoded:
     """One run of requests: tokens by request, counts, and the rounds on the device's clock."""
 
-    tokens: list[list[int]]
-    stats: Stats
+    tokens: list[tuple[int, ...]]
+    metrics: Metrics
     timeline: Timeline
 
     @property
@@ -63,32 +65,33 @@ class Decoded:
         return sum(map(len, self.tokens)) / (1e-3 * self.timeline.whole)
 
 
-def decode(measured: Measured, requests: Sequence[Request], shape: TreeShape) -> Decoded:
+def decode(measured: Measured, requests: Sequence[OfflineRequest], speculative: SpeculativeConfig) -> Decoded:
     """Runs requests to their ends."""
-    tokens: list[list[int]] = [[] for _ in requests]
-    stats = Stats()
     measured.rounds.take()
-    for piece in measured.decoder.generate(requests, shape, stats=stats):
-        tokens[piece.index] += piece.tokens
-    return Decoded(tokens, stats, measured.rounds.take())
+    run = run_offline(measured.engine, requests, speculative)
+    return Decoded(run.token_ids, run.metrics, measured.rounds.take())
 
 
-def warm(measured: Measured, requests: Sequence[Request], shape: TreeShape) -> Decoded:
+def warm(measured: Measured, requests: Sequence[OfflineRequest], speculative: SpeculativeConfig) -> Decoded:
     """Runs requests until no round is captured any more, so that a measured run only replays."""
     for _ in range(4):
         calls, captured = measured.rounds.calls, measured.rounds.captured
-        done = decode(measured, requests, shape)
+        done = decode(measured, requests, speculative)
         unchanged = measured.rounds.calls == calls and set(measured.rounds.captured) == set(captured)
         if unchanged or not measured.rounds.enabled:
             break
     return done
 
 
-def requests_for(setup: Setup, plan: Plan, count: int, sampling: SamplingParams = GREEDY) -> list[Request]:
+def requests_for(
+    setup: Setup, plan: Plan, count: int, sampling: SamplingParams = GREEDY
+) -> list[OfflineRequest]:
     """`count` requests; each samples with a seed of its own."""
     prompts = setup.prompts(count, plan.prompt)
     return [
-        Request(prompt=prompt, sampling=replace(sampling, seed=sampling.seed + i), max_new_tokens=plan.tokens)
+        OfflineRequest(
+            prompt, replace(sampling, seed=(sampling.seed or 0) + i, max_tokens=plan.tokens, detokenize=False)
+        )
         for i, prompt in enumerate(prompts)
     ]
 
@@ -99,22 +102,22 @@ def equality(setup: Setup, plan: Plan, batch: int) -> dict[str, Any]:
     The draft is the real one. Trees and plain decoding may differ where the rows of a forward round a tie
     another way; anything else is counted as a fault.
     """
-    session, _ = setup.session(batch)
-    captured, called = setup.decoder(session), setup.decoder(session, capture=False)
+    runner, _ = setup.runner(batch)
+    captured, called = setup.engine(runner), setup.engine(runner, capture=False)
     found: dict[str, Any] = {"batch": batch, "captured_equal": True, "ties": 0, "faults": 0, "trees": {}}
     for label, sampling in (("greedy", GREEDY), ("sampled", SAMPLED[0])):
         requests = requests_for(setup, plan, batch, sampling)
-        answers: dict[str, list[list[int]]] = {}
+        answers: dict[str, list[tuple[int, ...]]] = {}
         for name in ("plain", *plan.trees):
             first, second, again = (
-                decode(measured, requests, parse_spec(name)).tokens
+                decode(measured, requests, SpeculativeConfig(parse_spec(name))).tokens
                 for measured in (called, captured, captured)
             )
             answers[name] = first
             same = first == second == again
             found["captured_equal"] &= same
             outcomes = [
-                find_mismatch(session, request, plain, tree, chunk=setup.chunk)
+                find_mismatch(called.engine, request, plain, tree)
                 for request, plain, tree in zip(requests, answers["plain"], first, strict=True)
             ]
             differing = [outcome for outcome in outcomes if outcome is not None]
@@ -130,9 +133,9 @@ def equality(setup: Setup, plan: Plan, batch: int) -> dict[str, Any]:
 
 def sampling(setup: Setup, plan: Plan, batch: int) -> dict[str, Any]:
     """Temperature 1 with top-p against greedy, and another temperature without another capture."""
-    session, _ = setup.session(batch)
-    captured, called = setup.decoder(session), setup.decoder(session, capture=False)
-    tree = parse_spec(plan.trees[-1])
+    runner, _ = setup.runner(batch)
+    captured, called = setup.engine(runner), setup.engine(runner, capture=False)
+    tree = SpeculativeConfig(parse_spec(plan.trees[-1]))
     greedy = requests_for(setup, plan, batch)
     first, second = (requests_for(setup, plan, batch, settings) for settings in SAMPLED)
     warm(captured, greedy, tree)
@@ -158,21 +161,21 @@ def sampling(setup: Setup, plan: Plan, batch: int) -> dict[str, Any]:
 
 def natural(setup: Setup, plan: Plan, batch: int) -> dict[str, Any]:
     """Trees with the real draft against plain decoding, in turns: for a trained head and real prompts."""
-    session, _ = setup.session(batch)
-    captured = setup.decoder(session)
+    runner, _ = setup.runner(batch)
+    captured = setup.engine(runner)
     requests = requests_for(setup, plan, batch)
     found: dict[str, Any] = {"batch": batch, "trees": {}}
     for name in plan.trees:
         pairs = []
-        shape = parse_spec(name)
-        for measured_shape in (PLAIN, shape):
-            warm(captured, requests, measured_shape)
+        speculative = SpeculativeConfig(parse_spec(name))
+        for each in (PLAIN, speculative):
+            warm(captured, requests, each)
         for _ in range(plan.repeats):
-            pairs.append((decode(captured, requests, PLAIN), decode(captured, requests, shape)))
+            pairs.append((decode(captured, requests, PLAIN), decode(captured, requests, speculative)))
         found["trees"][name] = {
             "plain_tokens_per_second": median(plain.rate for plain, _ in pairs),
             "tokens_per_second": median(tree.rate for _, tree in pairs),
             "speedup": median(tree.rate / plain.rate for plain, tree in pairs),
-            "tokens_per_round": median(tree.stats.tokens_per_round for _, tree in pairs),
+            "tokens_per_round": median(tree.metrics.tokens_per_round for _, tree in pairs),
         }
     return found

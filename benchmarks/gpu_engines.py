@@ -51,10 +51,10 @@ def measure_engines(
 
 def _load(folder: Path, backend: str, device: str) -> tuple[Setup, str | None]:
     """The bundle as something to measure, and the spec of its own tree."""
-    from eagle_run.engine.opening import open_engine
+    from eagle_run.engine.loading import load_engine
 
-    engine = open_engine(folder, backend=backend, device=device)
-    manifest, runner = engine.bundle.manifest, engine.decoder.runner
+    engine = load_engine(folder, backend=backend, device=device)
+    manifest, runner = engine.bundle.manifest, engine.runner
     ids = runner.draft_to_target
     weights = {name: _bytes(folder, name) for name in ("target", "draft", "fuse")}
     setup = Setup(
@@ -62,7 +62,7 @@ def _load(folder: Path, backend: str, device: str) -> tuple[Setup, str | None]:
         graphs=runner.graphs,
         draft_to_target=torch.arange(manifest.target.vocab_size) if ids is None else ids,
         vocab=manifest.target.vocab_size,
-        precision=engine.precision,
+        precision=runner.precision,
         device=runner.device,
         max_seq_len=manifest.limits.max_seq_len,
         chunk=manifest.limits.prefill_chunk,
@@ -70,9 +70,9 @@ def _load(folder: Path, backend: str, device: str) -> tuple[Setup, str | None]:
         draft_bytes=weights["draft"] + weights["fuse"],
         max_batch=manifest.limits.max_batch,
         max_nodes=manifest.limits.max_tree_nodes,
-        texts=tuple(engine.request(question).prompt for question in QUESTIONS),
+        texts=tuple(tuple(engine.tokenizer.encode_prompt(question)) for question in QUESTIONS),
     )
-    return setup, None if engine.tree is None else spec_of(engine.tree)
+    return setup, None if engine.default_tree is None else spec_of(engine.default_tree)
 
 
 def _bytes(folder: Path, name: str) -> int:

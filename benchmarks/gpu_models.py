@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from eagle_run.engine.decoder import Decoder
 from torch import Tensor, nn
 
 from benchmarks.gpu_measure import MeasuredRounds, wait_all
@@ -23,7 +22,9 @@ from eagle_export.models.target import TargetModule
 from eagle_export.reference.eager import draft_graph, fuse_graph, target_graph
 from eagle_run.backends.base import Graph
 from eagle_run.backends.stream import on_stream
+from eagle_run.engine.engine import Engine
 from eagle_run.engine.model_runner import ModelRunner
+from eagle_run.engine.validation import EngineLimits
 
 
 @dataclass(frozen=True)
@@ -104,17 +105,11 @@ class Setup:
             )
         return runner, script
 
-    def decoder(self, runner: ModelRunner, *, capture: bool = True) -> Measured:
-        """A decoder with a clock on each of its rounds."""
+    def engine(self, runner: ModelRunner, *, capture: bool = True) -> Measured:
+        """An engine with a clock on each of its rounds."""
         rounds = MeasuredRounds(self.device, enabled=capture and runner.capturable)
-        decoder = Decoder(
-            runner,
-            max_seq_len=self.max_seq_len,
-            chunk=self.chunk,
-            max_nodes=self.max_nodes,
-            rounds=rounds,
-        )
-        return Measured(decoder, rounds)
+        limits = EngineLimits(self.max_seq_len, self.chunk, self.max_nodes)
+        return Measured(Engine(runner, limits, cuda_graphs=rounds), rounds)
 
     def prompts(self, count: int, length: int, *, seed: int = 0) -> list[tuple[int, ...]]:
         """Random tokens of the draft's vocabulary; prompts of different lengths from `length` down.
@@ -131,9 +126,9 @@ class Setup:
 
 @dataclass(frozen=True)
 class Measured:
-    """A decoder and the clock in it."""
+    """An engine and the clock in it."""
 
-    decoder: Decoder
+    engine: Engine
     rounds: MeasuredRounds
 
 

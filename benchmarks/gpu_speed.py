@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
-
-from eagle_run.engine.request import Request
 
 from benchmarks.gpu_decode import PLAIN, Budget, Decoded, Plan, decode, requests_for, warm
 from benchmarks.gpu_measure import alone
 from benchmarks.gpu_models import Measured, Setup
 from benchmarks.scripted_draft import Script
 from eagle_run.backends.stream import on_stream
+from eagle_run.decoding.config import SpeculativeConfig
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.decoding.tree_spec import parse_spec
 from eagle_run.engine.model_runner import ModelRunner
+from eagle_run.engine.offline import OfflineRequest
 from eagle_run.engine.prefill import kv_bucket
 
 
@@ -60,17 +60,19 @@ class Bench:
     script: Script
     captured: Measured
     called: Measured
-    requests: list[Request]
+    requests: list[OfflineRequest]
     texts: list[tuple[int, ...]]  # prompts with the target's own answers, which the script proposes
 
     @classmethod
     def of(cls, setup: Setup, plan: Plan, batch: int, rates: Mapping[str, float]) -> Bench:
         runner, script = setup.runner(batch, scripted=True)
         assert script is not None
-        captured, called = setup.decoder(runner), setup.decoder(runner, capture=False)
+        captured, called = setup.engine(runner), setup.engine(runner, capture=False)
         requests = requests_for(setup, plan, batch)
         answers = warm(captured, requests, PLAIN).tokens
-        texts = [(*request.prompt, *answer) for request, answer in zip(requests, answers, strict=True)]
+        texts = [
+            (*request.prompt_token_ids, *answer) for request, answer in zip(requests, answers, strict=True)
+        ]
         return cls(setup, plan, rates, runner, script, captured, called, requests, texts)
 
     def plain(self) -> dict[str, Any]:
@@ -87,18 +89,19 @@ class Bench:
 
     def tree(self, name: str) -> dict[str, Any]:
         """One tree at every share, in turns with plain decoding."""
-        shape = parse_spec(name)
+        speculative = SpeculativeConfig(parse_spec(name))
+        shape = speculative.tree
         for share in self.plan.shares:
             self.script.write(self.texts, share)
-            warm(self.captured, self.requests, shape)
+            warm(self.captured, self.requests, speculative)
         plain: list[Decoded] = []
         runs: dict[float, list[Decoded]] = {share: [] for share in self.plan.shares}
         for _ in range(self.plan.repeats):
             plain.append(decode(self.captured, self.requests, PLAIN))
             for share in self.plan.shares:
                 self.script.write(self.texts, share)
-                runs[share].append(decode(self.captured, self.requests, shape))
-        called = self._called(shape)
+                runs[share].append(decode(self.captured, self.requests, speculative))
+        called = self._called(speculative)
         everything = [run for some in runs.values() for run in some]
         found = _rounds(everything)
         graphs = self._graphs(shape)
@@ -115,7 +118,7 @@ class Bench:
             "runs": [
                 {
                     "share": share,
-                    "tokens_per_round": median(run.stats.tokens_per_round for run in some),
+                    "tokens_per_round": median(run.metrics.tokens_per_round for run in some),
                     "tokens_per_second": median(run.rate for run in some),
                     "speedup": median(a.rate / b.rate for a, b in zip(some, plain, strict=True)),
                 }
@@ -124,11 +127,11 @@ class Bench:
             **self._least(shape.nodes, graphs["verify_ms"]),
         }
 
-    def _called(self, shape: TreeShape) -> Decoded:
+    def _called(self, speculative: SpeculativeConfig) -> Decoded:
         """A short run without captures, after one that loads what it needs."""
-        short = [replace(r, max_new_tokens=self.plan.uncaptured_tokens) for r in self.requests]
-        decode(self.called, short, shape)
-        return decode(self.called, short, shape)
+        short = [request.shortened(self.plan.uncaptured_tokens) for request in self.requests]
+        decode(self.called, short, speculative)
+        return decode(self.called, short, speculative)
 
     def _begins(self, short: Decoded, run: Decoded) -> bool:
         """Whether every answer of `run` begins with that of `short`."""
@@ -139,7 +142,7 @@ class Bench:
 
     def _graphs(self, shape: TreeShape) -> dict[str, float]:
         """The forwards of a round, each alone, and one after another with nothing between."""
-        runner, state = self.runner, self.captured.decoder.state(shape)
+        runner, state = self.runner, self.captured.engine.state(SpeculativeConfig(shape))
         kv = kv_bucket(self.plan.prompt + self.plan.tokens // 2 + shape.cache_rows, runner.cache_rows)
         with on_stream(self.setup.device):
             prime = runner.draft(shape.depth + 1, 1, kv)

@@ -49,12 +49,13 @@ def measure(
     name: str, folder: Path, results: dict[str, Any], out: Path, *, force: bool, **options: Any
 ) -> None:
     """Fills results["heads"][name], one tree, temperature and question set after the other."""
-    from eagle_run.engine.opening import open_engine
-
     from eagle_export.checkpoints.weights import folder_identity
     from eagle_run.datasets import read_questions
-    from eagle_run.decoding.sampling import SamplingParams
+    from eagle_run.decoding.config import SpeculativeConfig
     from eagle_run.decoding.tree_spec import parse_spec
+    from eagle_run.engine.loading import load_engine
+    from eagle_run.engine.offline import OfflineRequest, run_offline
+    from eagle_run.params import SamplingParams
 
     weights = folder_identity(folder)
     mine = results["heads"].get(name, {})
@@ -63,10 +64,10 @@ def measure(
     results["heads"][name] = mine
     with tempfile.TemporaryDirectory() as work:
         bundle = _build(options["target"], folder, Path(work) / "bundle", options["batch"])
-        engine = open_engine(bundle, device="cpu", batch=options["batch"], threads=options["threads"])
+        engine = load_engine(bundle, device="cpu", batch=options["batch"], threads=options["threads"])
         for temperature in options["temperatures"]:
             for tree in options["trees"]:
-                shape = engine.tree if tree == "default" else parse_spec(tree)
+                shape = engine.default_tree if tree == "default" else parse_spec(tree)
                 assert shape is not None  # it was built with a head
                 figures = mine["figures"].setdefault(f"{tree}, T={temperature:g}", {})
                 for set_name in SETS:
@@ -74,16 +75,14 @@ def measure(
                         continue
                     start = time.perf_counter()
                     questions = read_questions(options["data"] / f"{set_name}.jsonl", limit=options["limit"])
-                    sampling = SamplingParams(temperature=temperature, seed=1)
-                    requests = [
-                        engine.request(
-                            q.turns[0], sampling=sampling, max_new_tokens=options["max_new_tokens"]
-                        )
-                        for q in questions
-                    ]
-                    done = engine.decode(requests, shape)
+                    params = SamplingParams(
+                        temperature=temperature, seed=1, max_tokens=options["max_new_tokens"]
+                    )
+                    prompts = [engine.tokenizer.encode_prompt(q.turns[0]) for q in questions]
+                    requests = [OfflineRequest(tuple(prompt), params) for prompt in prompts]
+                    done = run_offline(engine, requests, SpeculativeConfig(shape))
                     figures[set_name] = _figures(done) | {
-                        "same_answers": _same(results, f"{set_name}, T={temperature:g}", done.tokens)
+                        "same_answers": _same(results, f"{set_name}, T={temperature:g}", done.token_ids)
                     }
                     out.parent.mkdir(parents=True, exist_ok=True)
                     out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -106,7 +105,7 @@ def _build(target: str, head: Path, out: Path, batch: int) -> Path:
 
 
 def _figures(done: Any) -> dict[str, Any]:
-    stats = done.stats
+    stats = done.metrics
     return {
         "tokens_per_round": round(stats.tokens_per_round, 4),
         "acceptance_by_depth": [round(share, 4) for share in stats.acceptance_by_depth],

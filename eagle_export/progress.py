@@ -76,9 +76,6 @@ class Progress:
         return time.perf_counter() - self._started
 
 
-Report = Progress  # its former name, for data/ and verify/ until these use the new one
-
-
 def _silence_transformers() -> None:
     """Its own bars, and those of huggingface_hub, would tear ours apart. Loads neither."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # both ask for it when they are loaded

@@ -192,10 +192,10 @@ def smollm2_bundle(
         return built.parent
     from eagle_export.pipeline.build import build
     from eagle_export.pipeline.options import BuildOptions
-    from eagle_export.progress import Report
+    from eagle_export.progress import Progress
 
     def make(folder: Path) -> None:
-        build(BuildOptions(target="smollm2-135m", out=folder / "bundle"), Report(quiet=True))
+        build(BuildOptions(target="smollm2-135m", out=folder / "bundle"), Progress(quiet=True))
 
     return made_once("smollm2-135m-eagle3", make) / "bundle"
 
@@ -205,7 +205,7 @@ def smollm2_fp8(made_once: Callable[[str, Callable[[Path], object]], Path]) -> P
     """The demo bundle in fp8, calibrated on a few short answers. Do not write into it."""
     from eagle_export.pipeline.build import build
     from eagle_export.pipeline.options import BuildOptions, Fp8Options
-    from eagle_export.progress import Report
+    from eagle_export.progress import Progress
 
     def make(folder: Path) -> None:
         prompts = folder / "prompts.jsonl"
@@ -218,6 +218,6 @@ def smollm2_fp8(made_once: Callable[[str, Callable[[Path], object]], Path]) -> P
             measure=False,
             out=folder / "bundle",
         )
-        build(options, Report(quiet=True))
+        build(options, Progress(quiet=True))
 
     return made_once("smollm2-135m-fp8", make) / "bundle"

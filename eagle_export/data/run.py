@@ -26,7 +26,7 @@ from eagle_export.data.shards import (
 )
 from eagle_export.data.variety import Excluded, Seen
 from eagle_export.files import alone_in
-from eagle_export.progress import Report
+from eagle_export.progress import Progress
 from eagle_run.errors import EagleError
 
 # Settings that a folder may be taken up with again: a longer self-play has the shards of a shorter one.
@@ -55,7 +55,7 @@ class Pace:
 
 
 def make_data(
-    target: str, settings: DataSettings, generator_options: GeneratorOptions, out: Path, report: Report
+    target: str, settings: DataSettings, generator_options: GeneratorOptions, out: Path, progress: Progress
 ) -> dict[str, Any]:
     """Makes or goes on with the data in the folder `out`; gives what data.json then holds.
 
@@ -65,11 +65,11 @@ def make_data(
     """
     settings.check()
     with alone_in(out):
-        return _make_data(target, settings, generator_options, out, report)
+        return _make_data(target, settings, generator_options, out, progress)
 
 
 def _make_data(
-    target: str, settings: DataSettings, generator_options: GeneratorOptions, out: Path, report: Report
+    target: str, settings: DataSettings, generator_options: GeneratorOptions, out: Path, progress: Progress
 ) -> dict[str, Any]:
     record = settings.record()
     openings = read_openings(settings.openings)
@@ -94,8 +94,8 @@ def _make_data(
     generator_options = replace(
         generator_options, batch=min(generator_options.batch, max(asked, 1))
     )  # caches for idle slots would be for nothing
-    with report.step("load the target"):
-        generator = open_generator(target, generator_options, settings.max_seq_len, report.note)
+    with progress.step("load the target"):
+        generator = open_generator(target, generator_options, settings.max_seq_len, progress.note)
     if generator.text.chat_template is None:
         raise EagleError(
             f"{target} has no chat template, so it cannot hold conversations",
@@ -112,7 +112,7 @@ def _make_data(
         "settings": record,
         "made_with": {"backend": generator.backend, "batch": generator_options.batch},
     }
-    work = _Work(generator, prompts, dropped, out, data, report)
+    work = _Work(generator, prompts, dropped, out, data, progress)
     host = Host(generator, settings, openings, seen, excluded, work.count)
     work.run(host)
     return data
@@ -160,7 +160,7 @@ class _Work:
     dropped: Counter[str]  # before anything was answered
     out: Path
     data: dict[str, Any]
-    report: Report
+    progress: Progress
     shards: list[tuple[str, ShardInfo]] = field(default_factory=list)
     pace: Pace = field(default_factory=lambda: Pace(0))
     _shown: float = 0.0
@@ -174,7 +174,7 @@ class _Work:
         ]
         self.pace = Pace(parts=kept.count(False))
         if any(kept):
-            self.report.note(f"{kept.count(True)} of {len(parts)} shards are there already")
+            self.progress.note(f"{kept.count(True)} of {len(parts)} shards are there already")
         self._save(complete=False)
         for number, part in enumerate(parts):
             found = there[number] if kept[number] else None
@@ -187,7 +187,7 @@ class _Work:
             self._save(complete=number == len(parts) - 1)
 
     def _make(self, host: Host, number: int, part: Part, parts: int) -> ShardInfo:
-        with self.report.console.status("") as status:
+        with self.progress.console.status("") as status:
             self._show = lambda: status.update(
                 f"shard {number + 1} of {parts}: {self.pace.tokens:,} tokens, {self.pace.rate:.0f} tokens/s"
                 f"{self.pace.rest()}"
@@ -198,7 +198,7 @@ class _Work:
                 harvest = host.play(range(part.first, part.last))
         info = write_shard(shard_path(self.out, number), part, harvest)
         self.pace.done += 1
-        self.report.note(
+        self.progress.note(
             f"shard {number + 1} of {parts}: {info.conversations} conversations, "
             f"{info.dropped.total()} dropped, {info.cut} cut; {info.answer_tokens:,} tokens of answers; "
             f"{self.pace.rate:.0f} tokens/s{self.pace.rest()}"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from eagle_export.progress import Report
+from eagle_export.progress import Progress
 from eagle_export.reference.modules import Modules, eager_graphs
 from eagle_run.backends.base import Graph
 from eagle_run.bundle.manifest import Limits
@@ -115,7 +115,7 @@ def measure(
     graphs: Mapping[str, Graph],
     reference: Modules,
     requests: Sequence[OfflineRequest],
-    report: Report,
+    progress: Progress,
     *,
     limits: Limits,
     tree: TreeShape | None,
@@ -146,20 +146,20 @@ def measure(
         return Engine(runner, EngineLimits(longest, chunk), single_thread=single_thread)
 
     engine = engine_of(wide)
-    for group in report.track(groups, "answer in float32"):
+    for group in progress.track(groups, "answer in float32"):
         run = run_offline(engine, group, speculative)
         answers += run.token_ids
         expected.append(run.metrics)
     if tree is not None:
         engine = engine_of(graphs, single_thread=backend == "onnxruntime")
-        for group in report.track(groups, "answer in the bundle's precision"):
+        for group in progress.track(groups, "answer in the bundle's precision"):
             actual.append(run_offline(engine, group, speculative).metrics)
     del engine  # and its caches
 
     sums = _Sums()
     runners = [ModelRunner({"target": side["target"]}, batch=1) for side in (graphs, wide)]
     pairs = list(zip(requests, answers, _own_text(requests), strict=True))
-    for request, answer, own in report.track(pairs, "compare with float32"):
+    for request, answer, own in progress.track(pairs, "compare with float32"):
         tokens = torch.tensor([*request.prompt_token_ids, *answer])
         place = torch.arange(len(tokens))
         counted = (place >= own.start) & (place < own.stop) | (place >= len(request.prompt_token_ids))

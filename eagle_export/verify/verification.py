@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from eagle_export.progress import Report
+from eagle_export.progress import Progress
 from eagle_export.reference.modules import Modules, eager_graphs, reference_of
 from eagle_export.verify.accuracy import Backend, choose_requests, measure
 from eagle_export.verify.checks import Check, check_acceptance, check_accuracy
@@ -86,7 +86,7 @@ class Verification:
 
 def verify_bundle(
     path: Path,
-    report: Report,
+    progress: Progress,
     *,
     prompts: Path | None = None,
     limit: int | None = None,
@@ -103,7 +103,7 @@ def verify_bundle(
     for more threads than cores; what is wrong with a readable bundle is in the result.
     """
     thread_count(threads)
-    with report.step("open the bundle"):
+    with progress.step("open the bundle"):
         bundle = load_bundle(path)
         precision = onnx_precision(bundle)
         tokenizer, limits = Tokenizer.load(bundle.tokenizer_dir), bundle.manifest.limits
@@ -120,17 +120,17 @@ def verify_bundle(
     decoded, measured = (requests[:_DECODED], requests[:_MEASURED]) if own else (requests, requests)
 
     def source(kind: str) -> Modules:
-        with report.step(f"load the source weights in {kind}"):
+        with progress.step(f"load the source weights in {kind}"):
             return reference_of(bundle.manifest, precision=kind, target=target, head=head)
 
     modules = source(base_precision(bundle))
     with TemporaryDirectory() as folder:
         engine = _open(bundle, modules, Path(folder) / "run", threads)
-        with report.step("compare the graphs"):
+        with progress.step("compare the graphs"):
             checks = check_graphs(engine, modules, source, Path(folder) / "wide")
-        answers = [_Answers(engine, request) for request in report.track(decoded, "decode the prompts")]
+        answers = [_Answers(engine, request) for request in progress.track(decoded, "decode the prompts")]
         if precision != "fp8":  # rounded rows are another function; `check_accuracy` tells how far off
-            with report.step("compare with Transformers"):
+            with progress.step("compare with Transformers"):
                 checks += [_check_transformers(modules, answers, precision)]
         acceptance: dict[str, Any] | None = None
         readings: list[Measured] = []
@@ -139,7 +139,7 @@ def verify_bundle(
             checks += _check_tokens(answers, precision)
             acceptance = profile(engine.default_tree, answers)
             checks.append(check_acceptance(acceptance))
-            with report.step("read the head in other ways"):
+            with progress.step("read the head in other ways"):
                 answered = [(answer.request.prompt_token_ids, answer.plain) for answer in answers]
                 speculative = SpeculativeConfig(engine.default_tree)
                 answered += [
@@ -152,7 +152,7 @@ def verify_bundle(
             how: Backend = "eager" if precision == "bf16" else "onnxruntime"
             graphs = engine.runner.graphs
             tree = engine.default_tree
-            info = measure(graphs, exact, measured, report, limits=limits, tree=tree, backend=how)
+            info = measure(graphs, exact, measured, progress, limits=limits, tree=tree, backend=how)
             checks += check_accuracy(info, precision)
     return Verification(str(path), precision, tuple(checks), acceptance, tuple(readings))
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eagle_run.engine.request import Piece
-from support.decoding import request_of, run
+from support.decoding import answers_of, request_of, run
 from support.tinybundle import MAX_SEQ_LEN, make_bundle
 
 from eagle_run.bench.mismatch import Mismatch
@@ -19,6 +18,7 @@ from eagle_run.cli import generate
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.engine.engine import Engine
 from eagle_run.engine.loading import load_engine
+from eagle_run.outputs import RequestOutput
 from eagle_run.tuning import tree_tuning as tune
 
 COMMANDS = ("generate", "chat", "bench")
@@ -250,19 +250,14 @@ def test_auto_tree_says_what_it_picked(
 def test_an_interrupt_keeps_what_was_printed(
     eagle_run: Any, tiny_bundle: Path, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = Engine.decode
+    step, steps = Engine.step, iter(range(100))
 
-    def interrupted(self: Engine, *arguments: Any, on_piece: Any, **options: Any) -> Any:
-        rounds = iter(range(100))
+    def interrupted(self: Engine) -> list[RequestOutput]:
+        if next(steps) == 5:
+            raise KeyboardInterrupt
+        return step(self)
 
-        def piece_or_stop(piece: Piece) -> None:
-            on_piece(piece)
-            if next(rounds) == 4:
-                raise KeyboardInterrupt
-
-        return decode(self, *arguments, on_piece=piece_or_stop, **options)
-
-    monkeypatch.setattr(Engine, "decode", interrupted)
+    monkeypatch.setattr(Engine, "step", interrupted)
     result = eagle_run("generate", tiny_bundle, "--prompt", "hello", "--max-new-tokens", 30)
     assert result.code == 130
     shown = result.out.rstrip("\n")
@@ -296,7 +291,7 @@ def test_a_long_prompt_is_found_before_anything_is_decoded(
     eagle_run: Any, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
 ) -> None:
     decoded: list[object] = []
-    monkeypatch.setattr(Engine, "decode", lambda *arguments, **_: decoded.append(arguments))
+    monkeypatch.setattr(Engine, "step", lambda *arguments: decoded.append(arguments))
     prompts = [part for text in ("a", "b", "c", "x" * 300) for part in ("--prompt", text)]
     result = eagle_run("generate", tiny_bundle, *prompts, *more)
     assert (result.code, result.out, decoded) == (1, "", [])
@@ -393,13 +388,17 @@ def test_chat_keeps_the_conversation(eagle_run: Any, tiny_bundle: Path, stdin: A
     result = eagle_run("chat", tiny_bundle, "--max-new-tokens", 12)
     assert result.code == 0
     engine = load_engine(tiny_bundle, threads=1)
-    first = run(engine, [request_of(engine, "hello", max_new_tokens=12)], TreeShape.plain()).answers[0].text
+
+    def text(prompt: Any) -> str:
+        return answers_of(engine, [request_of(engine, prompt, max_new_tokens=12)], TreeShape.plain())[0].text
+
+    first = text("hello")
     history = [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": first},
         {"role": "user", "content": "and?"},
     ]
-    second = run(engine, [request_of(engine, history, max_new_tokens=12)], TreeShape.plain()).answers[0].text
+    second = text(history)
     assert result.out == f"{first}\n{second}\n{first}\n"
     assert "2 answers, 24 tokens" in result.err
     assert "a new conversation" in result.err
@@ -420,23 +419,20 @@ def test_chat_says_when_the_context_is_full(eagle_run: Any, tiny_bundle: Path, s
 def test_ctrl_c_stops_the_answer_not_the_chat(
     eagle_run: Any, tiny_bundle: Path, stdin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from eagle_run.cli import chat
+    step, steps = Engine.step, []
 
-    shown: list[Piece] = []
-    show = chat._show
-
-    def show_or_stop(piece: Piece) -> None:
-        show(piece)
-        shown.append(piece)
-        if len(shown) == 2:
+    def interrupted(self: Engine) -> list[RequestOutput]:
+        steps.append(self)
+        if len(steps) == 3:
             raise KeyboardInterrupt
+        return step(self)
 
-    monkeypatch.setattr(chat, "_show", show_or_stop)
+    monkeypatch.setattr(Engine, "step", interrupted)
     stdin(b"hello\nagain\n")
     result = eagle_run("chat", tiny_bundle, "--max-new-tokens", 30)
     assert result.code == 0
     assert "(stopped)" in result.err
-    assert len(shown) > 3
+    assert len(steps) > 4  # the second answer
 
 
 def test_chat_refuses_text_that_is_not_utf8(eagle_run: Any, tiny_bundle: Path, stdin: Any) -> None:

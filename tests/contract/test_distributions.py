@@ -22,13 +22,14 @@ from zipfile import Path as ZipPath
 from zipfile import ZipFile, ZipInfo
 
 import pytest
-from eagle_run.engine.opening import open_engine
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from support.decoding import answers_of, request_of
 
 import eagle_run
 from eagle_run.bundle.engine_backends import MODULES
 from eagle_run.decoding.tree import TreeShape
+from eagle_run.engine.loading import load_engine
 
 ROOT = Path(__file__).parents[2]
 PROJECTS = {"eagle-run": ROOT / "runtime", "eagle-export": ROOT}
@@ -117,7 +118,8 @@ def alone(
     venv.create(folder / "venv", symlinks=True, with_pip=False)
     python = folder / "venv/bin/python"
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    Path(run(python, "-c", where, env=environment).strip(), "visible.pth").write_text(f"{visible}\n", encoding="utf-8")
+    site = Path(run(python, "-c", where, env=environment).strip())
+    (site / "visible.pth").write_text(f"{visible}\n", encoding="utf-8")
     pip = (sys.executable, "-m", "pip", "--python", python)
     run(*pip, "install", "-q", wheels["eagle-run"], env=environment)
     return python.parent
@@ -282,8 +284,8 @@ def test_alone_it_imports_and_the_exporters_libraries_are_not_there(
 def test_alone_it_answers_a_prompt(alone: Path, environment: dict[str, str], tiny_bundle: Path) -> None:
     generate = (alone / "eagle-run", "generate", tiny_bundle, "--prompt", "hello", "--max-new-tokens", 30)
     done = json.loads(run(*generate, "--json", env=environment))
-    engine = open_engine(tiny_bundle, threads=1)
-    plain = engine.decode([engine.request("hello", max_new_tokens=30)], TreeShape.plain()).answers[0]
+    engine = load_engine(tiny_bundle, threads=1)
+    (plain,) = answers_of(engine, [request_of(engine, "hello", max_new_tokens=30)], TreeShape.plain())
     assert done["text"] == plain.text
 
 

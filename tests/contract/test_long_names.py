@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from support.exportcli import Cli, fails
 
-from eagle_export.data.generator import Place, open_generator
+from eagle_export.data.generator import GeneratorOptions, open_generator
 from eagle_export.pipeline.options import BuildOptions
 from eagle_export.pipeline.plan import _default_place
 from eagle_export.reference.recipe import Recipe, find_head, find_target, load_recipe
-from eagle_run.decoding.tree_spec import TreeOptions, choose, spec_of
+from eagle_run.decoding.tree_spec import parse_tree_spec, spec_of
 from eagle_run.errors import UsageError
 
 LONG = "x" * 5000
@@ -20,14 +20,14 @@ PARENTS = ",".join(["0"] * 2000)
 
 
 def test_a_tree_of_two_thousand_parents() -> None:
-    shape = choose(TreeOptions(f"static:{PARENTS}"), None)
+    shape = parse_tree_spec(f"static:{PARENTS}")
     assert shape.nodes == 2001
     assert spec_of(shape) == f"static:{PARENTS}"
 
 
 def test_a_tree_that_is_no_tree() -> None:
-    with pytest.raises(UsageError, match="neither a kind of tree, a spec nor a file"):
-        choose(TreeOptions(LONG), None)
+    with pytest.raises(UsageError, match="neither a tree nor a file"):
+        parse_tree_spec(LONG)
 
 
 def test_such_a_tree_is_refused_for_its_size(eagle_run: Any, tiny_bundle: Path) -> None:
@@ -40,7 +40,7 @@ def test_no_target_and_no_head(word: str, tiny_target: Path) -> None:
     with pytest.raises(UsageError, match="unknown target"):
         find_target(word)
     with pytest.raises(UsageError, match="unknown target"):
-        open_generator(word, Place("cpu"), 64, lambda _: None)
+        open_generator(word, GeneratorOptions("cpu"), 64, lambda _: None)
     recipe, _ = find_target(str(tiny_target))
     with pytest.raises(UsageError, match="unknown head"):
         find_head(word, recipe)

@@ -14,11 +14,10 @@ ROOT = Path(__file__).parents[2]
 SWITCHES = ("ORT_DISABLE_TELEMETRY", "HF_HUB_DISABLE_TELEMETRY")
 DECODE = """
 import sys
-from eagle_run.decoding.tree import TreeShape
-from eagle_run.engine.opening import open_engine
-engine = open_engine(sys.argv[1], threads=1)
-decoded = engine.decode([engine.request("hello", max_new_tokens=8)], TreeShape.chain(2))
-print(len(decoded.answers[0].tokens))
+from eagle_run import LLM, SamplingParams
+llm = LLM(sys.argv[1], tree="chain:2", threads=1)
+(output,) = llm.generate("hello", SamplingParams(temperature=0, max_tokens=8))
+print(len(output.outputs[0].token_ids))
 """
 
 

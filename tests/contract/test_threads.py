@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eagle_run.engine.opening import open_engine
 from support.exportcli import Cli, fails
 
-from eagle_export.data.generator import Place, open_generator
-from eagle_export.progress import Report
+from eagle_export.data.generator import GeneratorOptions, open_generator
+from eagle_export.progress import Progress
 from eagle_export.verify.verification import verify_bundle
 from eagle_run.backends import environment, onnxruntime
 from eagle_run.backends.environment import thread_count
 from eagle_run.backends.onnxruntime import OnnxRuntimeGraph
 from eagle_run.bundle.loading import load_bundle
-from eagle_run.engine.graph_loading import open_graphs
+from eagle_run.engine.graph_loading import load_graphs
+from eagle_run.engine.loading import load_engine
 from eagle_run.errors import UsageError
 
 REFUSED = "threads is 5, but this process may use 4 cores"
@@ -50,15 +50,15 @@ def test_no_graph_is_loaded(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) 
     """In the runtime's and in the exporter's Python API."""
     monkeypatch.setattr(onnxruntime, "_import_onnxruntime", lambda: pytest.fail("ONNX Runtime was loaded"))
     with pytest.raises(UsageError, match=REFUSED):
-        open_engine(tiny_bundle, threads=5)
+        load_engine(tiny_bundle, threads=5)
     with pytest.raises(UsageError, match=REFUSED):
-        open_graphs(load_bundle(tiny_bundle), threads=5)
+        load_graphs(load_bundle(tiny_bundle), threads=5)
     with pytest.raises(UsageError, match=REFUSED):
         OnnxRuntimeGraph(tiny_bundle / "target.onnx", "target", threads=5)
     with pytest.raises(UsageError, match=REFUSED):
-        verify_bundle(tiny_bundle, Report(quiet=True), threads=5)
+        verify_bundle(tiny_bundle, Progress(quiet=True), threads=5)
     with pytest.raises(UsageError, match=REFUSED):
-        open_generator("no such target", Place(threads=5), 64, lambda _: None)
+        open_generator("no such target", GeneratorOptions(threads=5), 64, lambda _: None)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from eagle_export.checkpoints.stored import stored_tensors
 from eagle_export.checkpoints.weights import check_folder, model_files, read_header
 from eagle_export.data.conversations import read_conversations
 from eagle_export.data.shards import read_data, read_shard
-from eagle_export.pipeline.partial import JOURNAL, Partial, partial_of
+from eagle_export.pipeline.partial import JOURNAL, Partial
 from eagle_export.reference.recipe import find_target
 from eagle_export.train.samples import load_samples
 from eagle_run.errors import EagleError
@@ -129,7 +129,7 @@ def test_a_shard_that_says_nonsense_is_made_again(tmp_path: Path) -> None:
 
 def test_a_journal_that_says_nonsense_is_started_anew(tmp_path: Path) -> None:
     place = tmp_path / "bundle"
-    folder = partial_of(place)
+    folder = partial_folder(place)
     folder.mkdir(parents=True)
     deep(folder / JOURNAL)
     partial = Partial(place, {"target": "a"})

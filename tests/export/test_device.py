@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_run.engine.request import Request
 from support.datamaker import MAX_SEQ_LEN
 
-from eagle_export.data.generator import Place, open_generator
+from eagle_export.data.generator import GeneratorOptions, open_generator
 from eagle_export.train.workers import autocast_type
-from eagle_run.decoding.sampling import SamplingParams
+from eagle_run.engine.offline import OfflineRequest
+from eagle_run.params import SamplingParams
 
 CPU = torch.device("cpu")
 
@@ -35,8 +35,10 @@ def test_data_is_generated_in_bfloat16_where_it_is_fast(has_amx: bool, tiny_targ
     """And in it the target still answers what it answers in float32, but for ties."""
     answers = {}
     for precision in ("", "fp32"):
-        generator = open_generator(str(tiny_target), Place("cpu", precision, 2), MAX_SEQ_LEN, lambda _: None)
-        request = Request(prompt=(3, 5, 7), max_new_tokens=4, sampling=SamplingParams(temperature=0))
+        generator = open_generator(
+            str(tiny_target), GeneratorOptions("cpu", precision, 2), MAX_SEQ_LEN, lambda _: None
+        )
+        request = OfflineRequest((3, 5, 7), SamplingParams(temperature=0, max_tokens=4))
         answers[generator.backend] = generator.run([request], lambda _: None)[0].tokens
     assert set(answers) == {f"torch {'bf16' if has_amx else 'fp32'} on cpu", "torch fp32 on cpu"}
     assert len({tokens[0] for tokens in answers.values()}) == 1

@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.decoding import Request
+from support.decoding import Request, run
 
 from eagle_run.backends.stream import on_stream, wait
 from eagle_run.bench.mismatch import find_mismatch
+from eagle_run.decoding.config import SpeculativeConfig
+from eagle_run.decoding.sampling import stack
 from eagle_run.decoding.tree import TreeShape
 from eagle_run.engine.cuda_graphs import CudaGraphRunner
 from eagle_run.engine.engine import Engine
 from eagle_run.engine.prefill import prefill
-from eagle_run.engine.round import step
+from eagle_run.engine.round import run_round
+from eagle_run.engine.validation import EngineLimits
 from eagle_run.params import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -32,29 +35,25 @@ SETTINGS = {
 }
 
 
-def make_decoder(setup: Any, batch: int, *, capture: bool = True, run_ahead: bool = True) -> Engine:
+def make_engine(setup: Any, batch: int, *, capture: bool = True, async_scheduling: bool = True) -> Engine:
     runner, _ = setup.runner(batch)
     return Engine(
         runner,
-        max_seq_len=setup.max_seq_len,
-        chunk=setup.chunk,
-        run_ahead=run_ahead,
-        rounds=CudaGraphRunner(runner.device, enabled=capture),
+        EngineLimits(setup.max_seq_len, setup.chunk),
+        async_scheduling=async_scheduling,
+        cuda_graphs=CudaGraphRunner(runner.device, enabled=capture),
     )
 
 
 def make_requests(setup: Any, count: int, sampling: SamplingParams, tokens: int = 24) -> list[Request]:
     return [
-        Request(prompt, replace(sampling, seed=sampling.seed + i), max_new_tokens=tokens)
+        Request(prompt, replace(sampling, seed=(sampling.seed or 0) + i), max_new_tokens=tokens)
         for i, prompt in enumerate(setup.prompts(count, 20))
     ]
 
 
-def answers(engine: Engine, requests: list[Request], shape: TreeShape, **options: Any) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in requests]
-    for piece in engine.generate(requests, shape, **options):
-        found[piece.index] += piece.tokens
-    return found
+def answers(engine: Engine, requests: list[Request], shape: TreeShape, **options: Any) -> list[Any]:
+    return run(engine, requests, shape, **options).token_ids
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -66,8 +65,8 @@ def test_captured_rounds_are_the_called_ones(
     setup: Any, name: str, rule: str, settings: str, batch: int
 ) -> None:
     requests = make_requests(setup, batch, SETTINGS[settings])
-    called = answers(make_decoder(setup, batch, capture=False), requests, SHAPES[name], rule=rule)
-    engine = make_decoder(setup, batch)
+    called = answers(make_engine(setup, batch, capture=False), requests, SHAPES[name], rule=rule)
+    engine = make_engine(setup, batch)
     assert answers(engine, requests, SHAPES[name], rule=rule) == called
     assert answers(engine, requests, SHAPES[name], rule=rule) == called  # by replays alone
     assert engine.cuda_graphs.replays > engine.cuda_graphs.calls > 0
@@ -78,7 +77,7 @@ def test_captured_rounds_are_the_called_ones(
 @pytest.mark.parametrize("name", ["chain", "static", "dynamic"])
 def test_a_tree_gives_the_tokens_of_plain_decoding(setup: Any, name: str, settings: str) -> None:
     requests = make_requests(setup, 3, SETTINGS[settings])
-    engine = make_decoder(setup, 3)
+    engine = make_engine(setup, 3)
     plain = answers(engine, requests, SHAPES["plain"])
     tree = answers(engine, requests, SHAPES[name])
     for request, a, b in zip(requests, plain, tree, strict=True):
@@ -93,13 +92,13 @@ def test_running_ahead_changes_no_token(setup: Any, name: str) -> None:
         replace(request, max_new_tokens=5 + 4 * i)
         for i, request in enumerate(make_requests(setup, 5, SETTINGS["sampled"]))
     ]
-    want = answers(make_decoder(setup, 2, run_ahead=False), requests, SHAPES[name])
-    assert answers(make_decoder(setup, 2, run_ahead=True), requests, SHAPES[name]) == want
+    want = answers(make_engine(setup, 2, async_scheduling=False), requests, SHAPES[name])
+    assert answers(make_engine(setup, 2, async_scheduling=True), requests, SHAPES[name]) == want
     assert [len(tokens) for tokens in want] == [request.max_new_tokens for request in requests]
 
 
 def test_a_stop_token_ends_an_answer_that_ran_ahead(setup: Any) -> None:
-    engine = make_decoder(setup, 1)
+    engine = make_engine(setup, 1)
     (request,) = make_requests(setup, 1, SETTINGS["greedy"])
     (whole,) = answers(engine, [request], SHAPES["dynamic"])
     stop = whole[10]
@@ -109,18 +108,18 @@ def test_a_stop_token_ends_an_answer_that_ran_ahead(setup: Any) -> None:
 
 def test_slots_that_take_new_requests_answer_as_alone(setup: Any) -> None:
     requests = make_requests(setup, 5, SETTINGS["greedy"])
-    together = answers(make_decoder(setup, 2), requests, SHAPES["dynamic"])
-    one = make_decoder(setup, 1)
+    together = answers(make_engine(setup, 2), requests, SHAPES["dynamic"])
+    one = make_engine(setup, 1)
     for request, tokens in zip(requests, together, strict=True):
         (alone,) = answers(one, [request], SHAPES["dynamic"])
-        found = find_mismatch(one.runner, request, alone, tokens, chunk=setup.chunk)
+        found = find_mismatch(one, request.offline, alone, tokens)
         assert found is None or found.tie, found
 
 
 def test_another_temperature_needs_no_capture(setup: Any) -> None:
-    engine = make_decoder(setup, 2)
+    engine = make_engine(setup, 2)
     first, second = (
-        make_requests(setup, 2, SamplingParams(temperature, top_p=top_p, seed=seed))
+        make_requests(setup, 2, SamplingParams(temperature=temperature, top_p=top_p, seed=seed))
         for temperature, top_p, seed in ((1.0, 0.9, 1), (0.6, 0.7, 9))
     )
     for _ in range(2):
@@ -128,21 +127,23 @@ def test_another_temperature_needs_no_capture(setup: Any) -> None:
     captured = engine.cuda_graphs.captured
     found = answers(engine, second, SHAPES["chain"])
     assert set(engine.cuda_graphs.captured) == set(captured)
-    assert found == answers(make_decoder(setup, 2, capture=False), second, SHAPES["chain"])
+    assert found == answers(make_engine(setup, 2, capture=False), second, SHAPES["chain"])
 
 
 def test_a_round_waits_for_nothing(setup: Any, device: torch.device) -> None:
     """What the fake-tensor test says of reads, asked of CUDA itself: a wait inside a round raises."""
     runner, _ = setup.runner(2)
-    state = make_decoder(setup, 2).state(SHAPES["dynamic"])
+    speculative = SpeculativeConfig(SHAPES["dynamic"])
+    greedy = stack([SETTINGS["greedy"]] * 2, runner.device)
+    state = runner.new_state(speculative.path_rows, greedy)
     with on_stream(device):
         for slot, prompt in enumerate(setup.prompts(2, 20)):
             prefill(runner, state, slot, prompt, chunk=setup.chunk)
-        step(runner, state, SHAPES["dynamic"], kv=128)  # buffers and tables are made
+        run_round(runner, state, speculative, kv=128)  # buffers and tables are made
         wait(device)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            step(runner, state, SHAPES["dynamic"], kv=128)
+            run_round(runner, state, speculative, kv=128)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     wait(device)

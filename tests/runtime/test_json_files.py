@@ -13,7 +13,7 @@ from eagle_run import datasets, json_files
 from eagle_run.bundle.hashing import file_sha256
 from eagle_run.bundle.loading import read_manifest
 from eagle_run.datasets import read_prompts, read_questions, read_text
-from eagle_run.decoding.tree_spec import TreeOptions, choose
+from eagle_run.decoding.tree_spec import parse_tree_spec
 from eagle_run.errors import EagleError
 from eagle_run.json_files import MAX_DEPTH, check_nesting, parse_json, read_bytes, read_json, read_json_object
 
@@ -100,7 +100,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "manifest": manifest,
     "prompts": read_prompts,
     "questions": read_questions,
-    "tree": lambda path: choose(TreeOptions(str(path)), None),
+    "tree": lambda path: parse_tree_spec(str(path)),
 }
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eagle_export.pipeline.build import build
 from eagle_export.pipeline.options import BuildOptions
-from eagle_export.progress import Report
+from eagle_export.progress import Progress
 from eagle_export.reference import recipe as recipes
 from eagle_export.reference.modules import Modules, eager_graphs, load_config, load_fitting_head, load_modules
 from eagle_run.engine.engine import Engine
@@ -231,5 +231,5 @@ def build_bundle(target: Path, head: Path | str, out: Path, **options: object) -
         {} if head == "none" else {"tree": "dynamic", "depth": 3, "top_k": 3, "nodes": 10}
     )
     chosen = {**limits, **tree, **options}
-    build(BuildOptions(target=str(target), head=str(head), out=out, **chosen), Report(quiet=True))  # type: ignore[arg-type]
+    build(BuildOptions(target=str(target), head=str(head), out=out, **chosen), Progress(quiet=True))  # type: ignore[arg-type]
     return out

@@ -13,11 +13,11 @@ from collections.abc import Sequence as Tokens
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from eagle_run.backends.stream import on_stream, wait
-from eagle_run.bundle.loading import Bundle
 from eagle_run.decoding.config import SpeculativeConfig
 from eagle_run.decoding.sampling import SamplingFlags, sampling_flags, stack
 from eagle_run.decoding.tree import TreeShape
@@ -33,7 +33,10 @@ from eagle_run.errors import EagleError, as_eagle_error
 from eagle_run.metrics import Metrics, RoundTime, round_time, total_metrics
 from eagle_run.outputs import RequestOutput
 from eagle_run.params import RequestOutputKind, SamplingParams
-from eagle_run.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from eagle_run.bundle.loading import Bundle
+    from eagle_run.tokenizer import Tokenizer
 
 _ROUND_TIMES = 1 << 16  # rounds whose time is remembered
 
@@ -215,7 +218,7 @@ class Engine:
 
     def _admit(self, slot: int, sequence: Sequence) -> None:
         speculative = sequence.request.speculative
-        state = self._state(speculative)
+        state = self.state(speculative)
         prompt = sequence.request.prompt_token_ids
         with on_stream(self.runner.device):
             self._match_requests(state, speculative)
@@ -231,7 +234,7 @@ class Engine:
         sequences = tuple(each if each and each.wants_round else None for each in self._scheduler.slots)
         if speculative is None or not any(sequences):
             return
-        state = self._state(speculative)
+        state = self.state(speculative)
         longest = max(each.longest_length(speculative.path_rows) for each in sequences if each)
         if not self._in_flight:
             self._round_start = time.perf_counter()
@@ -331,7 +334,7 @@ class Engine:
         slot = self._scheduler.remove(sequence)
         if slot is not None:
             with on_stream(self.runner.device):
-                self._state(sequence.request.speculative).retire(slot)
+                self.state(sequence.request.speculative).retire(slot)
 
     def _abort_running(self) -> None:
         wait(self.runner.device)
@@ -340,7 +343,7 @@ class Engine:
         for request_id in {sequence.request.request_id for sequence in self._scheduler.running}:
             self.abort_request(request_id)
 
-    def _state(self, speculative: SpeculativeConfig) -> BatchState:
+    def state(self, speculative: SpeculativeConfig) -> BatchState:
         """The state of rounds with such paths, always the same one: captured rounds hold its memory."""
         rows = speculative.path_rows
         if rows not in self._states:

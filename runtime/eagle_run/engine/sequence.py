@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from eagle_run.decoding.config import SpeculativeConfig
 from eagle_run.detokenizer import Detokenizer, StopStrings
@@ -13,7 +14,9 @@ from eagle_run.errors import EagleError
 from eagle_run.metrics import Metrics
 from eagle_run.outputs import CompletionOutput, FinishReason, Logprob
 from eagle_run.params import RequestOutputKind, SamplingParams
-from eagle_run.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from eagle_run.tokenizer import Tokenizer
 
 StoppingCriterion = Callable[[int], bool]  # shown every token in turn; true where the answer ends
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from eagle_export.data.openings import read_openings
-from eagle_export.data.quality import is_empty, loop_start, until_loop, without_loop
+from eagle_export.data.quality import is_empty, loop_criterion, loop_start, without_loop
 from eagle_export.data.settings import DataSettings, mixed, parse_temperatures, pick_temperature
 from eagle_export.data.variety import Excluded, Seen, normalised, signature
 from eagle_run.errors import EagleError, UsageError
@@ -122,10 +122,10 @@ def test_the_first_loop_is_that_of_the_obvious_search() -> None:
 
 
 def test_an_answer_that_ends_in_its_loop_is_that_which_is_cut_afterwards() -> None:
-    """As soon as `until_loop` ends it, nothing that could follow changes what is kept."""
+    """As soon as `loop_criterion` ends it, nothing that could follow changes what is kept."""
     saved = 0
     for tokens in answers_with_loops():
-        ends = until_loop()
+        ends = loop_criterion()
         end = next((at + 1 for at, token in enumerate(tokens) if ends(token)), len(tokens))
         assert without_loop(tokens[:end]) == without_loop(tokens)
         assert end == len(tokens) or loop_start(tokens) is not None
@@ -138,7 +138,7 @@ def test_dashes_in_a_paragraph_that_repeats_are_not_its_first_loop() -> None:
     tokens = [9, *paragraph * 8]
     assert loop_start(tokens[:34]) == (4, 1)
     assert loop_start(tokens) == (1, 35)
-    ends = until_loop()
+    ends = loop_criterion()
     end = next(at + 1 for at, token in enumerate(tokens) if ends(token))
     assert end == 1 + 4 * 35
 

@@ -16,7 +16,7 @@ from support.trtdouble import World, write_engine
 
 from eagle_export.pipeline.compile import compile_bundle
 from eagle_export.pipeline.options import EngineOptions
-from eagle_export.progress import Report
+from eagle_export.progress import Progress
 from eagle_run.backends.engine_checks import check_header
 from eagle_run.backends.tensorrt import make_log
 from eagle_run.bundle.loading import Bundle, load_bundle
@@ -65,7 +65,7 @@ def test_everything_that_the_stand_in_has_is_in_the_library(rtx: Any, name: str)
 def compiled(built_bundle: Path, tmp_path_factory: pytest.TempPathFactory, rtx: Any) -> Bundle:
     """Target, fuse and draft as engines of the real compiler."""
     out = tmp_path_factory.mktemp("compiled") / "bundle"
-    return compile_bundle(built_bundle, EngineOptions(backend="tensorrt-rtx"), Report(quiet=True), out=out)
+    return compile_bundle(built_bundle, EngineOptions(backend="tensorrt-rtx"), Progress(quiet=True), out=out)
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eagle_run.engine.opening import open_engine
 from support.tiny import build_bundle
 
 import eagle_export.pipeline.estimate
@@ -17,7 +16,11 @@ from eagle_export.pipeline.decoding_memory import DecodingMemory
 from eagle_export.pipeline.estimate import Memory
 from eagle_export.pipeline.options import BuildOptions, EngineOptions
 from eagle_export.pipeline.plan import Plan, estimate_plan, fit, make_plan
+from eagle_run.decoding.config import SpeculativeConfig
+from eagle_run.engine.loading import load_engine
+from eagle_run.engine.offline import OfflineRequest, run_offline
 from eagle_run.errors import EagleError, UsageError
+from eagle_run.params import SamplingParams
 
 LIMITS: dict[str, Any] = {"max_seq_len": 128, "prefill_chunk": 16, "max_tree_nodes": 32, "max_batch": 4}
 TREE: dict[str, Any] = {"tree": "dynamic", "depth": 6, "top_k": 8, "nodes": 32}
@@ -50,11 +53,13 @@ def test_the_figure_is_that_of_a_run_at_the_limits(
 ) -> None:
     options = {"max_batch": batch, "precision": precision, "measure": False, **TREE}
     bundle = build_bundle(tiny_target, tiny_head, tmp_path / "bundle", **options)
-    engine = open_engine(bundle, batch=batch, threads=1)
-    request = engine.request("hello " * 4, max_new_tokens=100, ignore_eos=True)
-    assert engine.tree is not None
-    engine.decode([request] * batch, engine.tree)
-    runner = engine.decoder.runner
+    engine = load_engine(bundle, batch=batch, threads=1)
+    assert engine.tokenizer is not None
+    assert engine.default_tree is not None
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    request = OfflineRequest(tuple(engine.tokenizer.encode_prompt("hello " * 4)), params)
+    run_offline(engine, [request] * batch, SpeculativeConfig(engine.default_tree))
+    runner = engine.runner
     tensors = [*runner._caches.values(), *runner._staging.values(), *runner._buffers.values()]
     expected = decoding_of(planned(tiny_target, tiny_head, tmp_path / "b", **options)).of(batch)
     assert 0.85 * expected < sum(tensor.nbytes for tensor in tensors) < 1.15 * expected

@@ -18,7 +18,7 @@ from support.decoding import Request, answers_of
 from support.tiny import eager_engine, modules_of
 from support.trainset import SETTINGS, VOCAB, WIDTH, answers_by, batch_of, head_of, request_of, spec_of
 
-from eagle_export.progress import Report
+from eagle_export.progress import Progress
 from eagle_export.train import record
 from eagle_export.train.batches import split
 from eagle_export.train.checkpoint import found
@@ -112,7 +112,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(
 ) -> None:
     settings = replace(SETTINGS, max_updates=24, save_every=5, eval_every=8, batch_tokens=1024, **extra)  # type: ignore[arg-type]
     whole, parted = tmp_path / "whole", tmp_path / "parted"
-    train(request_of(learned, data, whole, settings), Report(quiet=True))
+    train(request_of(learned, data, whole, settings), Progress(quiet=True))
 
     original, calls = Trainer.update, []
 
@@ -125,11 +125,11 @@ def test_a_resumed_run_is_the_same_to_the_bit(
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "update", stop)
         with pytest.raises(EagleError, match="interrupted after update 13") as stopped:
-            train(request_of(learned, data, parted, settings), Report(quiet=True))
+            train(request_of(learned, data, parted, settings), Progress(quiet=True))
     assert stopped.value.exit_code == 130
     assert stopped.value.parameters == ("resume",)
     torch.manual_seed(999)  # another process starts with other random numbers
-    train(replace(request_of(learned, data, parted, settings), resume=True), Report(quiet=True))
+    train(replace(request_of(learned, data, parted, settings), resume=True), Progress(quiet=True))
 
     states = [torch.load(found(folder / "checkpoints")[-1], weights_only=True) for folder in (whole, parted)]
     for name in ("weights", "average"):
@@ -164,16 +164,16 @@ def test_an_interruption_before_the_first_update_is_not_lost(
     with monkeypatch.context() as patch:
         patch.setattr(record, "draw", draw)
         with pytest.raises(EagleError, match="interrupted after update 0"):
-            train(request, Report(quiet=True))
-    facts = train(replace(request, resume=True), Report(quiet=True)).as_dict()
+            train(request, Progress(quiet=True))
+    facts = train(replace(request, resume=True), Progress(quiet=True)).as_dict()
     assert facts["updates"] == 2
 
 
 def test_features_on_the_fly_are_those_of_the_cache(learned: Path, data: Path, tmp_path: Path) -> None:
     settings = replace(SETTINGS, max_updates=3)
     cached = request_of(learned, data, tmp_path / "cached", settings)
-    train(cached, Report(quiet=True))
-    train(replace(cached, out=tmp_path / "fly", on_the_fly=True, features_cache=None), Report(quiet=True))
+    train(cached, Progress(quiet=True))
+    train(replace(cached, out=tmp_path / "fly", on_the_fly=True, features_cache=None), Progress(quiet=True))
     facts = [json.loads((tmp_path / name / "training.json").read_text()) for name in ("cached", "fly")]
     assert facts[0]["last"]["validation"]["rows"] == facts[1]["last"]["validation"]["rows"] > 0
     losses = [[e["loss"] for e in fact["history"] if "loss" in e] for fact in facts]
@@ -184,13 +184,13 @@ def test_features_on_the_fly_are_those_of_the_cache(learned: Path, data: Path, t
 def test_resuming_with_other_settings_is_refused(learned: Path, data: Path, tmp_path: Path) -> None:
     settings = replace(SETTINGS, max_updates=2, save_every=1)
     request = request_of(learned, data, tmp_path / "run", settings)
-    train(request, Report(quiet=True))
+    train(request, Progress(quiet=True))
     with pytest.raises(UsageError, match="already holds a training run"):
-        train(request, Report(quiet=True))
+        train(request, Progress(quiet=True))
     with pytest.raises(UsageError, match=r"lr: was 0\.004, is 0\.1"):
-        train(replace(request, resume=True, settings=replace(settings, lr=0.1)), Report(quiet=True))
+        train(replace(request, resume=True, settings=replace(settings, lr=0.1)), Progress(quiet=True))
     with pytest.raises(UsageError, match="no checkpoint"):
-        train(replace(request, resume=True, out=tmp_path / "none"), Report(quiet=True))
+        train(replace(request, resume=True, out=tmp_path / "none"), Progress(quiet=True))
 
 
 def test_resuming_with_another_first_head_is_refused(
@@ -199,8 +199,8 @@ def test_resuming_with_another_first_head_is_refused(
     """Its vocabulary may have another order, so the weights would mean other tokens."""
     settings = replace(SETTINGS, max_updates=2, save_every=1, draft_vocab=60)
     request = replace(request_of(learned, data, tmp_path / "run", settings), init=str(trained))
-    train(request, Report(quiet=True))
-    train(replace(request, resume=True), Report(quiet=True))
+    train(request, Progress(quiet=True))
+    train(replace(request, resume=True), Progress(quiet=True))
     head = tmp_path / "other"
     tensors = load_file(trained / "model.safetensors")
     tensors["d2t"] = (tensors["d2t"] + torch.arange(60)).flip(0) - torch.arange(60)
@@ -208,7 +208,7 @@ def test_resuming_with_another_first_head_is_refused(
     (head / "config.json").write_bytes((trained / "config.json").read_bytes())
     save_file(tensors, head / "model.safetensors")
     with pytest.raises(UsageError, match="head: was"):
-        train(replace(request, resume=True, init=str(head)), Report(quiet=True))
+        train(replace(request, resume=True, init=str(head)), Progress(quiet=True))
 
 
 def test_a_loss_that_is_no_number_ends_the_run(
@@ -221,10 +221,10 @@ def test_a_loss_that_is_no_number_ends_the_run(
     monkeypatch.setattr(Trainer, "update", broken)
     request = request_of(learned, data, tmp_path / "run", replace(SETTINGS, max_updates=2, save_every=1))
     with pytest.raises(EagleError, match="loss of update 1 is nan"):
-        train(request, Report(quiet=True))
+        train(request, Progress(quiet=True))
     for resume in (False, True):  # there is no checkpoint, and no advice that sends one round in circles
         with pytest.raises(UsageError) as refused:
-            train(replace(request, resume=resume), Report(quiet=True))
+            train(replace(request, resume=resume), Progress(quiet=True))
         assert refused.value.parameters == ("out",)
         assert "another folder" in refused.value.hint
 
@@ -245,7 +245,7 @@ def test_every_ablation_trains_and_loads(
 ) -> None:
     settings = replace(SETTINGS, max_updates=8, **changes)  # type: ignore[arg-type]
     out = tmp_path / "head"
-    facts = train(request_of(learned, data, out, settings), Report(quiet=True)).as_dict()
+    facts = train(request_of(learned, data, out, settings), Progress(quiet=True)).as_dict()
     assert facts["updates"] == 8
     modules = modules_of(learned, out)  # as eagle-export reads it
     assert modules.draft is not None
@@ -256,7 +256,7 @@ def test_every_ablation_trains_and_loads(
 def test_training_goes_on_from_a_head(learned: Path, data: Path, trained: Path, tmp_path: Path) -> None:
     settings = replace(SETTINGS, max_updates=1, lr=1e-9)
     request = request_of(learned, data, tmp_path / "more", settings)
-    train(replace(request, init=str(trained)), Report(quiet=True))
+    train(replace(request, init=str(trained)), Progress(quiet=True))
     before, after = (
         json.loads((folder / "training.json").read_text()) for folder in (trained, tmp_path / "more")
     )

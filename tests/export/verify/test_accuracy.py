@@ -14,7 +14,7 @@ import torch
 from support.decoding import Request
 from support.tiny import EOS, modules_of, write_target
 
-from eagle_export.progress import Report
+from eagle_export.progress import Progress
 from eagle_export.reference.modules import Modules, eager_graphs
 from eagle_export.verify.accuracy import choose_requests, measure, runnable_graphs
 from eagle_run.bundle.manifest import Limits
@@ -57,7 +57,7 @@ def noisy(modules: Modules) -> None:
 
 def measured(found: Modules, modules: Modules, **options: Any) -> AccuracyInfo:
     options = {"limits": LIMITS, "tree": TREE, **options}
-    return measure(eager_graphs(found, 160), modules, REQUESTS, Report(quiet=True), **options)
+    return measure(eager_graphs(found, 160), modules, REQUESTS, Progress(quiet=True), **options)
 
 
 def slow(found: Modules, modules: Modules) -> tuple[int, float, float, float, float]:
@@ -118,7 +118,7 @@ def test_a_worse_draft_shows_in_tokens_per_round_alone(modules: Modules) -> None
 def test_without_a_head_there_are_no_rounds(modules: Modules) -> None:
     plain = Modules(modules.model, modules.target, None, None, None)
     graphs = {"target": eager_graphs(modules, 160)["target"]}
-    report = Report(quiet=True)
+    report = Progress(quiet=True)
     info = measure(graphs, plain, REQUESTS, report, limits=LIMITS, tree=None, backend="eager")
     assert (info.tokens_per_round, info.reference_tokens_per_round) == (None, None)
     assert info.tokens == measured(modules, modules).tokens
@@ -128,7 +128,7 @@ def test_without_a_head_there_are_no_rounds(modules: Modules) -> None:
 def test_a_single_prompt_is_compared_from_its_second_token_on(modules: Modules) -> None:
     request = Request(PROMPTS[0], max_new_tokens=5)
     info = measure(
-        eager_graphs(modules, 160), modules, [request], Report(quiet=True), limits=LIMITS, tree=TREE
+        eager_graphs(modules, 160), modules, [request], Progress(quiet=True), limits=LIMITS, tree=TREE
     )
     assert info.tokens == len(PROMPTS[0]) - 1 + 5
 
