@@ -10,7 +10,7 @@ from support.exportcli import Cli, fails
 
 from eagle_export.data.generator import GeneratorOptions, open_generator
 from eagle_export.pipeline.options import BuildOptions
-from eagle_export.pipeline.plan import _default_place
+from eagle_export.pipeline.plan import _default_folder
 from eagle_export.reference.recipe import Recipe, find_head, find_target, load_recipe
 from eagle_run.decoding.tree_spec import parse_tree_spec, spec_of
 from eagle_run.errors import UsageError
@@ -64,4 +64,4 @@ def test_the_place_of_a_bundle_has_a_name_of_bounded_length() -> None:
 
 
 def place_of(recipe: Recipe, head: str) -> Path:
-    return _default_place(BuildOptions(target="any", head=head), recipe)
+    return _default_folder(BuildOptions(target="any", head=head), recipe)

@@ -17,7 +17,7 @@ from eagle_export.checkpoints.stored import stored_tensors
 from eagle_export.checkpoints.weights import check_folder, model_files, read_header
 from eagle_export.data.conversations import read_conversations
 from eagle_export.data.shards import read_data, read_shard
-from eagle_export.pipeline.partial import JOURNAL, Partial
+from eagle_export.pipeline.partial import JOURNAL, Partial, partial_folder
 from eagle_export.reference.recipe import find_target
 from eagle_export.train.samples import load_samples
 from eagle_run.errors import EagleError
