@@ -69,6 +69,12 @@ class SamplingParams:
                     hint=f"give another {name}, or leave it out",
                     parameters=[name],
                 )
+        if self.n > 1 and self.temperature == 0:
+            raise UsageError(
+                f"n should be 1 at temperature 0, where all answers are one, found {self.n}",
+                hint="give a temperature, or ask once",
+                parameters=["n", "temperature"],
+            )
         if self.stop and not self.detokenize:
             raise UsageError("stop strings are found in the text, which detokenize=False leaves out")
 
