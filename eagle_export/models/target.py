@@ -24,7 +24,6 @@ from eagle_export.heads.spec import raw_last
 from eagle_export.models import ops
 from eagle_export.models.families import NO_TEXT, TEXT_KEYS, Span, family_of, layer_spans, text_part
 from eagle_export.models.native import replaced
-from eagle_export.models.recorded import Recorded
 from eagle_run.errors import EagleError, first_line
 
 
@@ -134,7 +133,7 @@ def _checked(folder: Path, load: Callable[[dict[str, Any]], Any], dtype: torch.d
                 hint="config.json and the weights must belong to one model; download it again",
             )
     for name, tensor in model.state_dict().items():
-        if not isinstance(tensor.data, Recorded) and not is_finite(tensor):
+        if type(tensor.data) is Tensor and not is_finite(tensor):  # a recorded one has no values yet
             kind = str(dtype).removeprefix("torch.")
             raise EagleError(
                 f"{folder}: {name} holds values that are not finite numbers in {kind}",
