@@ -25,7 +25,7 @@ DEFAULT_KEPT = ("lm_head", "fc")  # 16 bit unless asked for: few rows, or what e
 _RANGE = {"fp16": 65504.0}
 _ROOM = 30000.0
 _FORMAT = 1
-_MAKE = "make one by building with --precision fp8"
+_MAKE = "make one by building in fp8"
 _LEAST, _MOST = 2.0**-126, 3.4e38  # normal numbers of float32
 SOURCES = ("calibrated", "modelopt", "compressed-tensors", "fp8")
 

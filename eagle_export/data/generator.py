@@ -109,19 +109,21 @@ def _of_bundle(
     from eagle_run.engine.graph_loading import load_graphs
 
     if options.precision:
-        raise UsageError("a bundle has its precision", hint="leave out --precision")
+        raise UsageError("a bundle has its precision", hint="leave it out", parameters=["precision"])
     bundle = load_bundle(path)
     limits = bundle.manifest.limits
     if max_seq_len > limits.max_seq_len:
         raise UsageError(
-            f"--max-seq-len {max_seq_len} passes the {limits.max_seq_len} tokens of this bundle",
-            hint=f"give --max-seq-len {limits.max_seq_len} or less",
+            f"max_seq_len {max_seq_len} passes the {limits.max_seq_len} tokens of this bundle",
+            hint=f"give {limits.max_seq_len} or less",
+            parameters=["max_seq_len"],
         )
     loaded = load_graphs(bundle, device=options.device, threads=options.threads, with_draft=False, log=log)
     if loaded.backend != "onnxruntime" and options.batch > limits.max_batch:
         raise UsageError(
-            f"--batch {options.batch} passes the {limits.max_batch} that the engines were compiled for",
-            hint="give a smaller --batch, or the model's folder or recipe in place of the bundle",
+            f"batch {options.batch} passes the {limits.max_batch} that the engines were compiled for",
+            hint="give a smaller one, or the model's folder or recipe in place of the bundle",
+            parameters=["batch"],
         )
     runner = ModelRunner(loaded.graphs, batch=options.batch, device=loaded.device, precision=loaded.precision)
     text = Tokenizer.load(bundle.tokenizer_dir)

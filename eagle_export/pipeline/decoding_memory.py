@@ -41,7 +41,7 @@ class DecodingMemory:
         return max(0, (memory_bytes - self.prefill) // (self.caches + self.buffers))
 
     def as_dict(self, batch: int) -> dict[str, int]:
-        """For --json."""
+        """As plain data."""
         return {
             "max_batch": batch,
             "sequence_bytes": self.caches + self.buffers,

@@ -1,4 +1,4 @@
-"""Every statistic of decoding, once: what the API returns, and what `--json` and `bench` print."""
+"""Every statistic of decoding, once: what the API returns is what the command lines print."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_what_is_for_self_play_alone(changes: dict[str, Any]) -> None:
     ("place", "length", "message"),
     [
         (GeneratorOptions(precision="fp32"), 64, "a bundle has its precision"),
-        (GeneratorOptions(), 100_000, "--max-seq-len 100000 passes the"),
+        (GeneratorOptions(), 100_000, "max_seq_len 100000 passes the"),
     ],
     ids=["precision", "length"],
 )
@@ -46,7 +46,7 @@ def test_engines_have_a_largest_batch(tiny_bundle: Path, monkeypatch: pytest.Mon
     opened = SimpleNamespace(backend="tensorrt", precision="fp16", device="cuda", graphs={})
     monkeypatch.setattr(eagle_run.engine.graph_loading, "load_graphs", lambda *_, **__: opened)
     most = load_bundle(tiny_bundle).manifest.limits.max_batch
-    with pytest.raises(UsageError, match=f"--batch {most + 1} passes the {most} that the engines"):
+    with pytest.raises(UsageError, match=f"batch {most + 1} passes the {most} that the engines"):
         open_generator(str(tiny_bundle), GeneratorOptions(batch=most + 1), 64, lambda _: None)
 
 
