@@ -7,7 +7,6 @@ message spells out stay text (docs/chat.md).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from eagle_run.chat_template import ChatTemplate, Message, plain_json
 from eagle_run.errors import EagleError, UsageError
+from eagle_run.json_files import read_json_object
 from eagle_run.special_tokens import Chat, RenderedChat, SpecialTokens, Values
 
 if TYPE_CHECKING:
@@ -220,15 +220,7 @@ class Tokenizer:
 
 
 def _read_json(where: Path) -> dict[str, Any]:
-    if not where.is_file():
-        return {}
-    try:
-        data = json.loads(where.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise EagleError(f"{where}: not readable as JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise EagleError(f"{where}: expected a JSON object, found {type(data).__name__}")
-    return data
+    return read_json_object(where) if where.is_file() else {}
 
 
 def _token_text(token: str | Mapping[str, Any]) -> str:

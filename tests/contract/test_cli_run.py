@@ -6,18 +6,22 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.decoding import answers_of, request_of, run
+from support.decoding import answers_of, request_of
 from support.tinybundle import MAX_SEQ_LEN, make_bundle
 
+from eagle_run.bench import mismatch
 from eagle_run.bench.mismatch import Mismatch
-from eagle_run.cli import generate
+from eagle_run.decoding.config import SpeculativeConfig
 from eagle_run.decoding.tree import TreeShape
+from eagle_run.engine import offline
 from eagle_run.engine.engine import Engine
 from eagle_run.engine.loading import load_engine
+from eagle_run.engine.offline import OfflineRun, run_offline
 from eagle_run.outputs import RequestOutput
 from eagle_run.tuning import tree_tuning as tune
 
@@ -36,7 +40,7 @@ def stdin(monkeypatch: pytest.MonkeyPatch) -> Any:
 def expected(tiny_bundle: Path) -> str:
     """What plain decoding answers to "hello" in 30 tokens."""
     engine = load_engine(tiny_bundle, threads=1)
-    return run(engine, [request_of(engine, "hello", max_new_tokens=30)], TreeShape.plain()).answers[0].text
+    return answers_of(engine, [request_of(engine, "hello", max_new_tokens=30)], TreeShape.plain())[0].text
 
 
 def process(*arguments: object) -> list[str]:
@@ -115,15 +119,17 @@ def test_compare_proves_that_nothing_changed(eagle_run: Any, tiny_bundle: Path, 
 def test_compare_does_not_hide_a_difference(
     eagle_run: Any, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = Engine.decode
+    def wrong(engine: Engine, requests: Any, speculative: SpeculativeConfig, **options: Any) -> OfflineRun:
+        done = run_offline(engine, requests, speculative, **options)
+        if speculative.drafts:
+            return done
+        output = done.outputs[0]
+        tokens = list(output.outputs[0].token_ids)
+        tokens[3] += 1
+        changed = replace(output, outputs=(replace(output.outputs[0], token_ids=tuple(tokens)),))
+        return replace(done, outputs=[changed])
 
-    def wrong(self: Engine, requests: Any, shape: TreeShape, **options: Any) -> Any:
-        decoded = decode(self, requests, shape, **options)
-        if shape.kind == "plain":
-            decoded.answers[0].tokens[3] += 1
-        return decoded
-
-    monkeypatch.setattr(Engine, "decode", wrong)
+    monkeypatch.setattr(offline, "run_offline", wrong)
     arguments = ["generate", tiny_bundle, "--prompt", "hello", "--max-new-tokens", 10, "--compare"]
     result = eagle_run(*arguments)
     assert "answer 0 differs from plain decoding at token 3" in result.err
@@ -140,7 +146,7 @@ def test_a_tie_is_reported_but_no_fault(
     eagle_run: Any, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tie = Mismatch(2, 1, 5, gap=1e-6, tie=True)
-    monkeypatch.setattr(generate, "find_mismatch", lambda *_, **__: tie)
+    monkeypatch.setattr(mismatch, "find_mismatch", lambda *_, **__: tie)
     result = eagle_run("generate", tiny_bundle, "--prompt", "hello", "--max-new-tokens", 4, "--compare")
     assert "a tie that rounding decided" in result.err
     assert (result.code, "error" in result.err) == (0, False)
@@ -162,7 +168,7 @@ def test_sampled_drafts_claim_no_identity(
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("compared answers that need not be equal")
 
-    monkeypatch.setattr(generate, "find_mismatch", fail)
+    monkeypatch.setattr(mismatch, "find_mismatch", fail)
     result = eagle_run(
         "generate",
         tiny_bundle,
@@ -240,7 +246,7 @@ def test_auto_tree_says_what_it_picked(
         "--retune",
     ]
     result = eagle_run(*arguments)
-    assert "tree auto: chain of 1: it was faster (--tree chain:1)" in result.err
+    assert "tree auto: chain of 1: it was faster (chain:1)" in result.err
     assert eagle_run(*arguments, "--depth", 2).code == 2
 
 
@@ -264,6 +270,31 @@ def test_an_interrupt_keeps_what_was_printed(
     assert shown
     assert expected.startswith(shown)
     assert "tokens/s" in result.err
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(("after", "finished"), [(0, 0), (5, 0), (14, 1)])
+def test_an_interrupt_under_json_prints_what_there_is(
+    eagle_run: Any, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, after: int, finished: int
+) -> None:
+    """Finished answers as always, those that had begun marked, and one line at least."""
+    step, steps = Engine.step, iter(range(1000))
+
+    def interrupted(self: Engine) -> list[RequestOutput]:
+        if next(steps) == after:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    prompts = ("--prompt", "hello", "--prompt", "you", "--tree", "plain", "--max-tokens", 10)
+    result = eagle_run("generate", tiny_bundle, *prompts, "--json")
+    lines = [json.loads(line) for line in result.out.splitlines()]
+    assert result.code == 130
+    assert [line.get("interrupted", False) for line in lines] == [False] * finished + [True]
+    assert all(len(line["tokens"]) == 10 for line in lines[:finished])
+    if after:
+        assert lines[-1]["tokens"]
+        assert lines[-1]["finish_reason"] is None
     assert "Traceback" not in result.err
 
 
@@ -295,7 +326,7 @@ def test_a_long_prompt_is_found_before_anything_is_decoded(
     prompts = [part for text in ("a", "b", "c", "x" * 300) for part in ("--prompt", text)]
     result = eagle_run("generate", tiny_bundle, *prompts, *more)
     assert (result.code, result.out, decoded) == (1, "", [])
-    assert "prompt 3 has" in result.err
+    assert "prompt 3: the prompt has" in result.err
 
 
 def test_an_answer_that_fills_the_context_ends_with_length(eagle_run: Any, tiny_bundle: Path) -> None:
@@ -321,10 +352,10 @@ def test_an_answer_that_fills_the_context_ends_with_length(eagle_run: Any, tiny_
         (["--prompt", "x", "--temperature", "-1"], 2, "temperature"),
         (["--prompt", "x", "--temperature", "warm"], 2, "warm"),
         (["--prompt", "x", "--top-p", "0"], 2, "top_p"),
-        (["--prompt", "x", "--max-new-tokens", "0"], 2, "max_new_tokens"),
-        (["--prompt", "x", "--stop", ""], 2, "stop string is empty"),
+        (["--prompt", "x", "--max-new-tokens", "0"], 2, "max_tokens"),
+        (["--prompt", "x", "--stop", ""], 2, "stop should be texts of at least one character"),
         (["--prompt", "x", "--batch", "9"], 2, "built for 1 to 4"),
-        (["--prompt", "x", "--tree", "oak"], 2, "neither a kind of tree"),
+        (["--prompt", "x", "--tree", "oak"], 2, "neither a tree nor a file"),
         (["--prompt", "x", "--tree", "chain", "--depth", "0"], 2, "depth"),
         (["--prompt", "x", "--tree", "dynamic:2,2,50"], 2, "needs 49 candidates"),
         (["--prompt", "x", "--tree", "dynamic:9,9,400"], 2, "built for 64"),

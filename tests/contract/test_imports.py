@@ -86,3 +86,35 @@ def test_every_module_fits_its_budget() -> None:
     files = [*ROOT.glob("eagle_export/**/*.py"), *ROOT.glob("runtime/**/*.py")]
     assert len(files) > 30
     assert not {str(path.relative_to(ROOT)) for path in files if len(path.read_text().splitlines()) > 500}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-tokens", "0"], "max_tokens should be"),
+        (["--temperature", "-1"], "temperature should be"),
+        (["--top-k", "-2"], "top_k should be"),
+        (["--tree", "oak"], "neither a tree nor a file"),
+        (["--tree", "dynamic:2,2,4", "--draft", "sampled"], "need a tree that is fixed"),
+        (["--tree", "auto", "--depth", "2"], "finds the sizes itself"),
+        (["--retune"], "--retune measures for"),
+        (["--stop", ""], "stop should be"),
+        (["--prompt", "x", "--prompt-file", "y"], "exclude each other"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "x"], "is not a bundle"),
+    ],
+)
+def test_what_words_alone_tell_is_refused_before_torch_is_loaded(arguments: list[str], message: str) -> None:
+    """Loading torch takes seconds; judged by what is imported, not by the clock."""
+    words = ["generate", "no-such-bundle", *arguments]
+    code = f"""
+import contextlib, io, sys
+from eagle_run.cli.main import run
+said = io.StringIO()
+with contextlib.redirect_stderr(said):
+    code = run({words!r})
+assert code in (1, 2), code
+assert {message!r} in said.getvalue(), said.getvalue()
+"""
+    loaded = loaded_by(code)
+    assert not loaded & {"torch", "onnxruntime", "numpy", "tokenizers"}

@@ -135,8 +135,11 @@ class JsonPrinter:
             self._show()
 
     def close(self) -> None:
+        """After an interrupt: the answers that had begun, and one line at least."""
         while any(answer.token_ids for answer in self.answers[self.shown :]):
             self._show()
+        if not self.shown:
+            _write_json({"interrupted": True})
 
     def _show(self) -> None:
         report = self.report(self.shown)
@@ -239,6 +242,10 @@ class Generation:
             run = run_offline(
                 self.llm.engine, group, self.speculative, on_output=None if self.as_json else show
             )
+        except KeyboardInterrupt:
+            if self.as_json:
+                _write_json({"index": first, "interrupted": True})
+            raise
         finally:
             printer.close()
         self.metrics.append(run.metrics)

@@ -98,7 +98,10 @@ class Options:
 
     def open(self, batch: int = 1, params: SamplingParams | None = None) -> LLM:
         """Loads the bundle; a spinner on a terminal, since large ones take their time."""
+        from eagle_run.bundle.loading import read_manifest
+
         tree = self.check()
+        read_manifest(self.bundle)  # what is no bundle is refused before torch is loaded
         with working(f"loading {self.bundle}"):
             from eagle_run.llm import LLM
 

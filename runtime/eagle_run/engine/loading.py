@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from eagle_run.backends.environment import thread_count
 from eagle_run.bundle.loading import Bundle, load_bundle
 from eagle_run.engine.cuda_graphs import CudaGraphRunner
 from eagle_run.engine.engine import Engine
@@ -36,7 +37,7 @@ def load_engine(
     rounds are captured and replayed, where the backend allows it. `log` is told what the user should know.
     Raises EagleError for a bad bundle and for what this machine lacks.
     """
-    check_threads(threads)
+    thread_count(threads)  # refused before anything is read
     bundle = load_bundle(os.fspath(path))
     limits = bundle.manifest.limits
     if not 1 <= batch <= limits.max_batch:
@@ -63,6 +64,7 @@ def load_engine(
         threads=threads,
         cuda_graphs=cuda_graphs,
         async_scheduling=async_scheduling,
+        log=log,
     )
     bundle.check_unchanged()
     return engine
@@ -76,6 +78,7 @@ def assemble_engine(
     threads: int,
     cuda_graphs: bool = True,
     async_scheduling: bool | None = None,
+    log: Log | None = None,
 ) -> Engine:
     """An engine that decodes in `runner`, with the bundle's limits and tokenizer."""
     limits = bundle.manifest.limits
@@ -84,21 +87,13 @@ def assemble_engine(
         EngineLimits(limits.max_seq_len, limits.prefill_chunk, limits.max_tree_nodes),
         tokenizer=Tokenizer.load(bundle.tokenizer_dir),
         stop_token_ids=bundle.manifest.stop_token_ids,
-        cuda_graphs=CudaGraphRunner(runner.device, enabled=cuda_graphs),
+        cuda_graphs=CudaGraphRunner(runner.device, enabled=cuda_graphs, log=log),
         async_scheduling=async_scheduling,
         single_thread=True,
         bundle=bundle,
         backend=backend,
         threads=threads,
     )
-
-
-def check_threads(threads: int) -> None:
-    """Raises UsageError for a number that cannot be."""
-    if threads < 0:
-        raise UsageError(
-            f"threads is {threads}; it must be at least 0 (0: one per core)", parameters=["threads"]
-        )
 
 
 def _draft_vocabulary(bundle: Bundle) -> torch.Tensor:

@@ -29,6 +29,7 @@ from eagle_run.engine.offline import OfflineRequest, OfflineRun, run_offline
 from eagle_run.engine.prefill import kv_bucket, prefill
 from eagle_run.engine.round import run_round
 from eagle_run.errors import EagleError
+from eagle_run.json_files import read_json
 from eagle_run.params import SamplingParams
 from eagle_run.tuning.cost_model import Costs, decide, dynamic_like, interpolate, rank_paths, shortlist
 from eagle_run.tuning.forward_time import forward_seconds, fuse_seconds
@@ -280,7 +281,7 @@ def _remember(key: str, choice: Choice) -> None:
 
 def _remembered() -> dict[str, Any]:
     try:
-        known = json.loads((cache_dir("eagle-run") / "trees.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        known = read_json(cache_dir("eagle-run") / "trees.json")
+    except EagleError:  # nothing there, or nothing that can be read
         return {}
     return known if isinstance(known, dict) else {}
