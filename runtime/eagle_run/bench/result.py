@@ -10,12 +10,19 @@ from typing import Any
 from eagle_run.bench.mismatch import Mismatch
 from eagle_run.datasets import Question
 from eagle_run.decoding.config import AcceptanceRule, SpeculativeConfig
-from eagle_run.engine.offline import OfflineRun
 from eagle_run.errors import EagleError
-from eagle_run.metrics import total_metrics
+from eagle_run.metrics import Metrics, RoundTime, total_metrics
 from eagle_run.params import SamplingParams
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+
+
+@dataclass(frozen=True)
+class BenchRun:
+    """The counts of one run, and the time of each of its rounds."""
+
+    metrics: Metrics
+    round_times: tuple[RoundTime, ...]
 
 
 @dataclass(frozen=True)
@@ -23,14 +30,16 @@ class Pair:
     """The same requests decoded both ways: `batch` questions at one turn, all repeats of them.
 
     Of repeats the first gives the counts (the tokens of all are the same, which is checked) and the median
-    gives the seconds. `mismatches` are (place in the group, where the answers part).
+    gives the seconds. `mismatches` are (place in the group, where the answers part); `answers` are the texts
+    of plain decoding, which later turns follow.
     """
 
     questions: tuple[Question, ...]
     turn: int
-    plain: tuple[OfflineRun, ...]
-    speculative: tuple[OfflineRun, ...]
+    plain: tuple[BenchRun, ...]
+    speculative: tuple[BenchRun, ...]
     mismatches: tuple[tuple[int, Mismatch], ...]
+    answers: tuple[str, ...]
 
     @property
     def speedup(self) -> float:
@@ -125,22 +134,22 @@ class BenchResult:
             report["per_prompt"] = [pair.as_dict() for pair in self.pairs]
         return report
 
-    def _runs(self) -> tuple[list[tuple[OfflineRun, ...]], list[tuple[OfflineRun, ...]]]:
+    def _runs(self) -> tuple[list[tuple[BenchRun, ...]], list[tuple[BenchRun, ...]]]:
         if not self.pairs:
             raise EagleError("nothing was measured: no question fits the context of this bundle")
         return [pair.plain for pair in self.pairs], [pair.speculative for pair in self.pairs]
 
 
-def _seconds(repeats: Sequence[OfflineRun]) -> float:
+def _seconds(repeats: Sequence[BenchRun]) -> float:
     return median(run.metrics.decode_seconds for run in repeats)
 
 
-def _rate(runs: Sequence[Sequence[OfflineRun]]) -> float:
+def _rate(runs: Sequence[Sequence[BenchRun]]) -> float:
     """Tokens per second of decoding over several runs, each given as its repeats."""
     return sum(repeats[0].metrics.tokens for repeats in runs) / sum(_seconds(repeats) for repeats in runs)
 
 
-def _figures(runs: Sequence[Sequence[OfflineRun]]) -> dict[str, Any]:
+def _figures(runs: Sequence[Sequence[BenchRun]]) -> dict[str, Any]:
     """Totals, and the median round by phase; `glue_share` is of all decoding time.
 
     Without phases where graphs are not timed one by one (see `ModelRunner.timed`).

@@ -5,15 +5,19 @@ All figures are of decoding; prefill is reported apart, since both kinds of deco
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from eagle_run.backends.environment import environment
+from eagle_run.bench.checkpoint import Checkpoint
 from eagle_run.bench.mismatch import Mismatch, find_mismatch
-from eagle_run.bench.result import BenchResult, Pair
+from eagle_run.bench.result import BenchResult, BenchRun, Pair
 from eagle_run.datasets import Question
 from eagle_run.decoding.config import PLAIN, AcceptanceRule, SpeculativeConfig
+from eagle_run.decoding.tree_spec import spec_of
 from eagle_run.engine.engine import Engine
 from eagle_run.engine.offline import OfflineRequest, OfflineRun, run_offline
 from eagle_run.errors import EagleError, UsageError
@@ -30,6 +34,7 @@ def bench(
     speculative: SpeculativeConfig | None = None,
     repeat: int = 1,
     raw: bool = False,
+    resume: Path | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> BenchResult:
     """Answers every turn of every question with plain decoding and with `speculative`, and compares.
@@ -38,14 +43,26 @@ def bench(
     before the next begins, and which goes first alternates, so that a machine that slows down slows both. A
     warm-up is not counted. The second turn of a question follows plain decoding's answer to the first; turns
     that no longer fit the context are skipped and counted. `progress` is told (pairs done, speed-up so far).
-    Raises UsageError when there is nothing to compare and EagleError when a first turn does not fit.
+    `resume` is a file that keeps what is measured: with the same file, questions and settings an interrupted
+    run goes on from there. Raises UsageError when there is nothing to compare and EagleError when a first
+    turn does not fit.
     """
     if not questions or repeat < 1:
         raise UsageError(f"nothing to measure: {len(questions)} questions, {repeat} repeats")
     engine = llm.engine
     assert engine.bundle is not None  # an LLM has one
     speculative = speculative or engine.speculative
-    run = _Runner(engine, llm.tokenizer, speculative, params, repeat, raw)
+    here = environment(engine.threads)
+    identity = {
+        "bundle": hashlib.sha256(engine.bundle.manifest.model_dump_json().encode()).hexdigest(),
+        "backend": [engine.backend, engine.device, engine.runner.batch],
+        "speculative": [spec_of(speculative.tree), str(speculative.acceptance)],
+        "params": asdict(params),
+        "repeat": repeat,
+        "raw": raw,
+        "environment": here,
+    }
+    run = _Runner(engine, llm.tokenizer, speculative, params, repeat, raw, Checkpoint(resume, identity))
     run.check(questions)
     run.warm_up(questions[0])
     result = BenchResult(
@@ -56,7 +73,7 @@ def bench(
         batch=engine.runner.batch,
         speculative=speculative,
         params=params,
-        environment=environment(engine.threads),
+        environment=here,
     )
     for first in range(0, len(questions), engine.runner.batch):
         for pair in run.group(questions[first : first + engine.runner.batch]):
@@ -89,6 +106,7 @@ class _Runner:
     params: SamplingParams
     repeat: int
     raw: bool
+    checkpoint: Checkpoint
     decodings: int = 0
     skipped: int = 0
 
@@ -122,11 +140,17 @@ class _Runner:
                 self.skipped += len(requests) - len(places)
             if not places:
                 continue
-            pair = self._pair([requests[i] for i in places], [questions[i] for i in places], turn)
-            for i, answer in zip(places, pair.plain[0].outputs, strict=True):
+            asked = [questions[i] for i in places]
+            pair = self.checkpoint.find(asked, turn)
+            if pair is None:
+                pair = self._pair([requests[i] for i in places], asked, turn)
+                self.checkpoint.add(pair)
+            else:
+                self.decodings += self.repeat  # which way goes first next is as if it had been run
+            for i, answer in zip(places, pair.answers, strict=True):
                 histories[i] += [
                     {"role": "user", "content": questions[i].turns[turn]},
-                    {"role": "assistant", "content": answer.outputs[0].text},
+                    {"role": "assistant", "content": answer},
                 ]
             yield pair
 
@@ -156,8 +180,9 @@ class _Runner:
         return Pair(
             questions=tuple(questions),
             turn=turn,
-            plain=tuple(plain),
-            speculative=tuple(speculative),
+            plain=tuple(BenchRun(run.metrics, tuple(run.round_times)) for run in plain),
+            speculative=tuple(BenchRun(run.metrics, tuple(run.round_times)) for run in speculative),
+            answers=tuple(output.outputs[0].text for output in plain[0].outputs),
             mismatches=tuple(self._mismatches(requests, plain[0], speculative[0])),
         )
 

@@ -141,6 +141,11 @@ def chat(options: Options, system: str | None, stop: tuple[str, ...]) -> None:
 @click.option(
     "--json", "out", type=click.Path(path_type=Path), help="Also write it here, with every question."
 )
+@click.option(
+    "--resume",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Keep what is measured in this file; an interrupted run goes on from it.",
+)
 @common_options(max_tokens=128)
 def bench(
     options: Options,
@@ -153,6 +158,7 @@ def bench(
     repeat: int,
     raw: bool,
     ignore_eos: bool,
+    resume: Path | None,
 ) -> None:
     """Measure BUNDLE against plain decoding on a set of questions, interleaved; the last line is JSON.
 
@@ -166,7 +172,8 @@ def bench(
     options.check()
     params = options.params(ignore_eos=ignore_eos)
     questions = read_questions(dataset, limit=limit or 0, turns=turns)
-    _check_writable(out)
+    _check_writable(out, "--json")
+    _check_writable(resume, "--resume")
     llm = options.open(batch, params)
 
     from eagle_run.bench.runner import bench as run_bench
@@ -174,7 +181,7 @@ def bench(
     groups = [questions[first : first + batch] for first in range(0, len(questions), batch)]
     total = sum(max(len(question.turns) for question in group) for group in groups)
     with questions_bar(total) as progress:
-        result = run_bench(llm, questions, params, repeat=repeat, raw=raw, progress=progress)
+        result = run_bench(llm, questions, params, repeat=repeat, raw=raw, resume=resume, progress=progress)
     report = {"dataset": dataset.name, **result.report()}
     click.echo(json.dumps(report, ensure_ascii=False))  # first: a full disk must not lose it
     if out:
@@ -182,11 +189,11 @@ def bench(
         out.write_text(json.dumps(full, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _check_writable(out: Path | None) -> None:
+def _check_writable(out: Path | None, option: str) -> None:
     """Before minutes of measuring: can the result be written at all?"""
     if out and (out.is_dir() or not out.parent.is_dir()):
         found = "a folder" if out.is_dir() else "no such folder"
-        raise UsageError(f"--json {out}: {found}", hint="name a file in a folder that exists")
+        raise UsageError(f"{option} {out}: {found}", hint="name a file in a folder that exists")
 
 
 def main() -> None:

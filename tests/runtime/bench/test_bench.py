@@ -98,7 +98,7 @@ def test_later_turns_follow_the_first_answer(llm: LLM) -> None:
     first, second = result.pairs
     history = [
         {"role": "user", "content": "hello there"},
-        {"role": "assistant", "content": first.plain[0].outputs[0].outputs[0].text},
+        {"role": "assistant", "content": first.answers[0]},
         {"role": "user", "content": "and now?"},
     ]
     assert second.plain[0].metrics.prompt_tokens == len(request_of(llm.engine, history).prompt)
@@ -287,3 +287,57 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes(b'{"turns": ["caf\xe9"]}')
     with pytest.raises(EagleError, match="byte 0xe9 at offset 15"):
         read_questions(tmp_path / "latin.jsonl")
+
+
+def test_an_interrupted_run_goes_on_and_ends_the_same(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was measured is not measured again; a line that was cut is."""
+    file, count = tmp_path / "progress.jsonl", iter(range(100))
+
+    def interrupted(*arguments: Any) -> OfflineRun:
+        if next(count) == 2 + 2 * 2 + 1:  # in the middle of the third pair
+            raise KeyboardInterrupt
+        return run_offline(*arguments)
+
+    monkeypatch.setattr(runner, "run_offline", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        measured(llm, QUESTIONS, 8, resume=file)
+    with file.open("a") as stream:
+        stream.write('{"key": "cut in the mid')
+    runs: list[object] = []
+
+    def counted(*arguments: Any) -> OfflineRun:
+        runs.append(arguments)
+        return run_offline(*arguments)
+
+    monkeypatch.setattr(runner, "run_offline", counted)
+    resumed = measured(llm, QUESTIONS, 8, resume=file).report(per_prompt=True)
+    assert len(runs) == 2 + 2 * 2
+    again = measured(llm, QUESTIONS, 8, resume=file).report(per_prompt=True)
+    assert len(runs) == 2 + 2 * 2 + 2  # nothing but a warm-up
+    assert again == resumed
+    whole = measured(llm, QUESTIONS, 8).report(per_prompt=True)
+    for name in ("ids", "turn", "tokens", "tokens_per_round", "identical"):
+        assert [e[name] for e in resumed["per_prompt"]] == [e[name] for e in whole["per_prompt"]]
+
+
+@pytest.mark.parametrize("content", ["", "{}\n", '{"benchmark": 3}\n', "no json\n"])
+def test_a_file_that_is_no_benchmarks(llm: LLM, tmp_path: Path, content: str) -> None:
+    file = tmp_path / "progress.jsonl"
+    file.write_text(content)
+    if not content:
+        assert len(measured(llm, QUESTIONS[1:2], 4, resume=file).pairs) == 1
+        return
+    with pytest.raises(EagleError):
+        measured(llm, QUESTIONS[1:2], 4, resume=file)
+    assert file.read_text() == content
+
+
+def test_a_file_of_another_benchmark_is_refused(llm: LLM, tmp_path: Path) -> None:
+    file = tmp_path / "progress.jsonl"
+    measured(llm, QUESTIONS[1:2], 4, resume=file)
+    with pytest.raises(EagleError, match="of another benchmark: params differ"):
+        measured(llm, QUESTIONS[1:2], 5, resume=file)
+    with pytest.raises(EagleError, match="of another benchmark: speculative, repeat differ"):
+        measured(llm, QUESTIONS[1:2], 4, resume=file, tree=TreeShape.chain(1), repeat=2)
