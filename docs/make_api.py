@@ -14,8 +14,8 @@ PACKAGE = ROOT / "runtime/eagle_run"
 INTRODUCTION = """\
 # Python API
 
-`from eagle_run import NAME` gives each of the classes below. Nothing else of `eagle_run` is an interface: other
-modules may change in any version. This page is made from the code by `python docs/make_api.py`.
+`from eagle_run import NAME` gives each of the classes below. Nothing else of `eagle_run` is an interface:
+other modules may change in any version. This page is made from the code by `python docs/make_api.py`.
 """
 OPTIONS_OF = {"LLM": "open_engine"}  # a class whose **options are the arguments of a function of its module
 _WIDTH = 100

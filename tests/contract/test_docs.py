@@ -55,7 +55,9 @@ def test_pages_have_the_measured_figures() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name
+)
 def test_links_lead_somewhere(path: Path) -> None:
     for link in re.findall(r"\]\((?!https?://)([^)\s]+)\)", path.read_text(encoding="utf-8")):
         name, _, anchor = link.partition("#")
