@@ -1,4 +1,4 @@
-"""The tables that say how good a head is: for README.md, the demo head's model card and docs/training.md."""
+"""The tables that say how good a head is: in docs/benchmarks.md, docs/training.md, the demo head's card."""
 
 from __future__ import annotations
 

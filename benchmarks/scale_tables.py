@@ -1,4 +1,4 @@
-"""The table of README.md on big targets, from what benchmarks/export_scale.py measured."""
+"""The table of docs/benchmarks.md on big targets, from what benchmarks/export_scale.py measured."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Weights on disk: finding, identifying and reading them, pre-quantised ones included."""

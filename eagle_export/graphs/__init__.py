@@ -1,0 +1,1 @@
+"""From a torch module to a checked ONNX file: signatures, tracing, operators, passes, weights on disk."""

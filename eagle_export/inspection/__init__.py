@@ -1,0 +1,1 @@
+"""What a bundle holds, and what this machine can do with one."""

@@ -1,0 +1,1 @@
+"""Targets and heads as torch modules with explicit caches and masks, made for tracing."""

@@ -1,0 +1,1 @@
+"""A build as a list of steps: what to build, what it takes, writing it, going on where it stopped."""

@@ -1,0 +1,1 @@
+"""Narrower numbers: how scales are found, how a graph is rewritten with them. A folder for each family."""

@@ -1,0 +1,1 @@
+"""The source weights as torch modules behind the Graph protocol: what all is compared with."""

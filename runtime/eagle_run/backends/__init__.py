@@ -1,0 +1,1 @@
+"""What runs a graph: the Graph protocol, one module for each library, and wrappers around a graph."""

@@ -1,0 +1,1 @@
+"""A bundle on disk: its manifest, its files and their hashes."""
