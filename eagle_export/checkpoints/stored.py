@@ -18,9 +18,6 @@ _ROWS = 8 << 20  # values that are looked at at a time
 _AGAIN = "download the model again; the file may be damaged or cut short"
 
 
-SMALLEST_LINK = 4096  # bytes of a weight; what is smaller is written with the rest
-
-
 @dataclass(frozen=True)
 class FileRange:
     """Where a file holds the values of a tensor, row by row and without gaps."""

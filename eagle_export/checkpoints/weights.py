@@ -35,6 +35,7 @@ _SIDE_FILES = (
 )
 _HEADER_BYTES = 100_000_000  # the format's own limit
 _AGAIN = "the file is damaged or incomplete; fetch it again"
+SMALLEST_LINK = 4096  # bytes of a weight; what is smaller is written with the rest
 
 
 def find_gguf(package: str, version: str, file: str) -> Path:

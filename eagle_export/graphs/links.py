@@ -14,8 +14,9 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from eagle_export.checkpoints.stored import SMALLEST_LINK, FileRange
+from eagle_export.checkpoints.stored import FileRange
 from eagle_export.checkpoints.weight_stream import Streamed
+from eagle_export.checkpoints.weights import SMALLEST_LINK
 from eagle_export.output_folder import no_link
 from eagle_run.bundle.hashing import file_sha256, remember_sha256
 

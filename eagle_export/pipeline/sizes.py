@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle_export.checkpoints import weights
-from eagle_export.checkpoints.stored import SMALLEST_LINK
+from eagle_export.checkpoints.weights import SMALLEST_LINK
 from eagle_run.dtypes import BY_PRECISION
 
 if TYPE_CHECKING:

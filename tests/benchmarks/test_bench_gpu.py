@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.decoding import Request
 
+from eagle_run.decoding.config import PLAIN, SpeculativeConfig
 from eagle_run.decoding.rng import uniform
 from eagle_run.decoding.tree import TreeShape
 
@@ -123,15 +124,15 @@ def test_a_script_is_followed_where_its_coins_say() -> None:
     made = model()
     made.steady()
     setup = made.setup
-    session, script = setup.session(2, scripted=True)
-    measured = setup.decoder(session)
+    runner, script = setup.runner(2, scripted=True)
+    measured = setup.engine(runner)
     prompts = setup.prompts(2, 12)
-    requests = [Request(prompt=prompt, max_new_tokens=24) for prompt in prompts]
-    plain = decode(measured, requests, TreeShape.plain())
+    requests = [Request(prompt, max_new_tokens=24).offline for prompt in prompts]
+    plain = decode(measured, requests, PLAIN)
     texts = [(*prompt, *tokens) for prompt, tokens in zip(prompts, plain.tokens, strict=True)]
     for share in (0.0, 0.6, 1.0):
         script.write(texts, share, seed=3)
-        run = decode(measured, requests, TreeShape.chain(3))
+        run = decode(measured, requests, SpeculativeConfig(TreeShape.chain(3)))
         assert run.tokens == plain.tokens
         want = sum(rounds(len(p), share, slot) for slot, p in enumerate(prompts))
         assert run.metrics.rounds == want

@@ -92,7 +92,7 @@ def test_a_build_in_fp8_has_engines_scales_and_figures(
     same = [(out / "onnx" / f"{g}.onnx.data").read_bytes() for g in ("target", "draft")]
     assert same == [(tmp_path / "again/onnx" / f"{g}.onnx.data").read_bytes() for g in ("target", "draft")]
     plain = load_engine(out)  # a machine without a GPU still decodes with the graphs
-    assert plain.precision == "fp8"
+    assert plain.runner.precision == "fp8"
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 import onnx
 import pytest
 from safetensors.torch import load_file, save_file
-from support.decoding import Request
+from support.decoding import Request, run
 from support.exportcli import Cli
 from support.tiny import build_bundle, write_head, write_target
 
@@ -21,6 +21,7 @@ from eagle_run.bundle.loading import load_bundle
 from eagle_run.engine.engine import Engine
 from eagle_run.engine.graph_loading import load_graphs
 from eagle_run.engine.model_runner import ModelRunner
+from eagle_run.engine.validation import EngineLimits
 from eagle_run.errors import EagleError
 
 
@@ -72,9 +73,9 @@ def answer(bundle: Path) -> tuple[int, ...]:
     limits, tree = loaded.manifest.limits, loaded.manifest.tree
     assert tree is not None
     runner = ModelRunner(load_graphs(loaded).graphs, batch=1, draft_to_target=loaded.vocab_map())
-    engine = Engine(runner, max_seq_len=limits.max_seq_len, chunk=limits.prefill_chunk)
+    engine = Engine(runner, EngineLimits(limits.max_seq_len, limits.prefill_chunk))
     request = Request(tuple(range(5, 15)), max_new_tokens=60)
-    return tuple(token for piece in engine.generate([request], tree.shape()) for token in piece.tokens)
+    return run(engine, [request], tree.shape()).token_ids[0]
 
 
 def test_large_weights_are_read_where_they_are(linked: Path, sources: tuple[Path, Path]) -> None:

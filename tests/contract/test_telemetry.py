@@ -90,7 +90,7 @@ def test_the_command_says_only_its_own_line(tiny_bundle: Path) -> None:
 
 def test_the_picture_of_a_training_run_says_nothing_where_home_cannot_be_written(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom pathlib import Path\nfrom eagle_export.train.curve import draw\n"
+        "import sys\nfrom pathlib import Path\nfrom eagle_export.train.record import draw\n"
         "assert draw(Path(sys.argv[1]), [{'update': 1, 'loss': 2.0}])"
     )
     done = python(code, tmp_path / "curve.png", home="/dev/null/x")

@@ -42,11 +42,9 @@ class PaddedGraph:
     def bind(self, tensors: Mapping[str, torch.Tensor], *, shared: bool = False) -> Run:
         """As `Graph.bind`; a binding with too few rows runs on padded copies, in and out."""
         sizes = check_tensors(self.spec, tensors)
-        missing = {
-            axis: self.min_rows for axis in _ROW_AXES if sizes.get(axis, self.min_rows) < self.min_rows
-        }
-        if not missing:
+        if sizes["T"] >= self.min_rows:
             return self.graph.bind(tensors, shared=shared)
+        missing = dict.fromkeys(_ROW_AXES, self.min_rows)
         padded, views = dict(tensors), {}
         for tensor in (*self.spec.inputs, *self.spec.outputs):
             if missing.keys() & set(tensor.shape):

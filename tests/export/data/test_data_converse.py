@@ -14,6 +14,7 @@ from eagle_export.data.conversation import Conversation, Record, around_turn, en
 from eagle_export.data.conversations import Prompt
 from eagle_export.data.generator import Generator
 from eagle_export.data.openings import Opening, Openings
+from eagle_run.engine.offline import OfflineRequest
 from eagle_run.params import SamplingParams
 from eagle_run.tokenizer import Tokenizer
 
@@ -51,7 +52,7 @@ def slow_greedy(target: Path, text: Tokenizer, prompt: Prompt, most: int, stops:
 def test_conversations_are_those_of_a_slow_construction(generator: Generator, talking_target: Path) -> None:
     host = host_of(generator, temperatures=((0.0, 1.0),), loops="keep", max_new_tokens=20)
     harvest = answer(host)
-    stops = generator.stop_tokens
+    stops = generator.stop_token_ids
     expected = [slow_greedy(talking_target, generator.text, prompt, 20, stops) for prompt in PROMPTS]
     assert harvest.records == expected
     assert not harvest.dropped
@@ -69,7 +70,7 @@ def test_several_turns_make_one_conversation(generator: Generator, monkeypatch: 
     assert record.tokens == encode(whole, add_special_tokens=False)
     marks = ("0" * 8) + "1111" + "0" * 12 + "1" * 10 + "0" * 7 + "11"
     assert "".join(map(str, record.mask)) == marks
-    assert [list(request.prompt) for request in asked] == [
+    assert [list(request.prompt_token_ids) for request in asked] == [
         encode(whole[: whole.index(part)], add_special_tokens=False) for part in ("Hi.", "Then", "So")
     ]
 
@@ -158,8 +159,8 @@ def test_self_play_asks_after_the_users_prefix(generator: Generator, monkeypatch
     assert dict(harvest.dropped) == {"duplicate": 39}
     assert harvest.written == ["Tell of trees"]
     opening = generator.text.encode("<user>Tell of", add_special_tokens=False)
-    assert [list(request.prompt) for request in asked[:40]] == [opening] * 40
-    assert len({request.sampling.seed for request in asked[:40]}) == 40
+    assert [list(request.prompt_token_ids) for request in asked[:40]] == [opening] * 40
+    assert len({request.params.seed for request in asked[:40]}) == 40
 
 
 def test_what_the_target_writes_is_excluded_and_must_come_to_an_end(
@@ -187,10 +188,10 @@ def test_tokens_do_not_depend_on_the_batch(talking_target: Path) -> None:
 
 
 def test_requests_keep_their_order(generator: Generator) -> None:
-    def request(prompt: str, temperature: float) -> Request:
+    def request(prompt: str, temperature: float) -> OfflineRequest:
         ids = generator.text.encode(prompt)
         sampling = SamplingParams(temperature=temperature, seed=5)
-        return Request(tuple(ids), sampling, max_new_tokens=5)
+        return Request(tuple(ids), sampling, max_new_tokens=5).offline
 
     requests = [request("x" * length, t) for length, t in ((9, 0.0), (3, 1.0), (5, 0.0), (1, 1.0), (2, 0.0))]
     counted: list[int] = []

@@ -35,7 +35,7 @@ LIMITS = Limits(
 # A common beginning of two tokens, a common end of one; one prompt is longer than a chunk.
 PROMPTS = ((7, 8, 20, 33, 5, 3), (7, 8, *range(10, 40), 3), (7, 8, 12, 3))
 OWN = [3, 30, 1]  # tokens of each that are its own
-REQUESTS = [Request(prompt, max_new_tokens=20, stop_tokens=frozenset({EOS})) for prompt in PROMPTS]
+REQUESTS = [Request(prompt, max_new_tokens=20, stop_tokens=frozenset({EOS})).offline for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_without_a_head_there_are_no_rounds(modules: Modules) -> None:
 
 
 def test_a_single_prompt_is_compared_from_its_second_token_on(modules: Modules) -> None:
-    request = Request(PROMPTS[0], max_new_tokens=5)
+    request = Request(PROMPTS[0], max_new_tokens=5).offline
     info = measure(
         eager_graphs(modules, 160), modules, [request], Progress(quiet=True), limits=LIMITS, tree=TREE
     )
@@ -154,16 +154,16 @@ def text(tiny_target: Path) -> Tokenizer:
 def test_our_own_prompts_are_those_that_fit(text: Tokenizer) -> None:
     everything = choose_requests(text, (EOS,), max_seq_len=1000)
     assert len(everything) >= 20
-    some = choose_requests(text, (EOS,), max_seq_len=60, max_new_tokens=5)
+    some = choose_requests(text, (EOS,), max_seq_len=60, max_tokens=5)
     assert 0 < len(some) < len(everything)
-    assert all(len(request.prompt) < 60 for request in some)
-    assert some[0].max_new_tokens == 5
-    assert some[0].stop_tokens == {EOS}
-    assert some[0].sampling.temperature == 0
+    assert all(len(request.prompt_token_ids) < 60 for request in some)
+    assert some[0].params.max_tokens == 5
+    assert some[0].params.stop_token_ids == (EOS,)
+    assert some[0].params.temperature == 0
     assert len(choose_requests(text, (), max_seq_len=1000, limit=3)) == 3
     with pytest.raises(EagleError, match="context of 10 tokens is too short") as caught:
         choose_requests(text, (), max_seq_len=10)
-    assert "--prompts" in caught.value.hint
+    assert caught.value.parameters == ("prompts",)
 
 
 def test_prompts_of_a_file_are_all_taken(text: Tokenizer, tmp_path: Path) -> None:
@@ -171,7 +171,9 @@ def test_prompts_of_a_file_are_all_taken(text: Tokenizer, tmp_path: Path) -> Non
     said = ["Hello you", "Count to 7", "x" * 500]
     file.write_text("\n".join(json.dumps({"turns": [turn, "later"]}) for turn in said))
     found = choose_requests(text, (), max_seq_len=50, questions=file)
-    assert [list(request.prompt) for request in found] == [text.encode_prompt(turn) for turn in said]
+    assert [list(request.prompt_token_ids) for request in found] == [
+        text.encode_prompt(turn) for turn in said
+    ]
     assert len(choose_requests(text, (), max_seq_len=50, questions=file, limit=2)) == 2
 
 
