@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from eagle_run.decoding.config import SpeculativeConfig
-from eagle_run.errors import EagleError
+from eagle_run.errors import EagleError, UsageError, as_eagle_error
 from eagle_run.llm import Messages, Prompt, failed_output, is_conversation, open_engine, prompt_list
 from eagle_run.metrics import Metrics
 from eagle_run.outputs import RequestOutput
@@ -102,15 +102,18 @@ class AsyncLLM:
         """
         if not self._thread.is_alive():
             raise EagleError("this AsyncLLM is closed")
-        tokens = self.tokenizer.encode_chat(prompt) if is_conversation(prompt) else prompt_list(prompt)[0]
+        prompts = [self.tokenizer.encode_chat(prompt)] if is_conversation(prompt) else prompt_list(prompt)
+        if len(prompts) != 1:
+            raise UsageError(f"{len(prompts)} prompts in one request", hint="make a request for each")
+        (tokens,) = prompts
         consumer = _Consumer(request_id or f"request-{next(self._numbers)}")
 
         def add() -> None:
             try:
                 self.engine.add_request(consumer.request_id, tokens, sampling_params, speculative=speculative)
                 self._consumers[consumer.request_id] = consumer
-            except EagleError as error:
-                consumer.put(error)
+            except Exception as error:  # whatever was given: the engine's thread goes on
+                consumer.put(as_eagle_error(error))
 
         def abort() -> None:
             if self._consumers.get(consumer.request_id) is consumer:  # not a later request of the same name

@@ -10,7 +10,8 @@ import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeGuard, cast
@@ -178,11 +179,11 @@ class LLM:
         request_ids: Sequence[str] | None = None,
         speculative: SpeculativeConfig | None = None,
         stopping_criterion: Callable[[], StoppingCriterion] | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> RequestStream:
         """Outputs as they come, each with what is new of its request; prompts as in `generate`, or messages.
 
-        Of several prompts the outputs come mixed: `request_ids` names them. Closing the iterator ends what is
-        unfinished.
+        Of several prompts the outputs come mixed: `request_ids` names them. Closing the stream, or dropping
+        it, ends what is unfinished. Raises EagleError at once for what cannot be decoded.
         """
         if is_conversation(prompts):
             prompts = self.tokenizer.encode_chat(prompts)
@@ -191,7 +192,7 @@ class LLM:
             replace(each, output_kind=RequestOutputKind.DELTA) for each in _each(sampling_params, len(inputs))
         ]
         ids = self._add(inputs, params, request_ids, speculative, stopping_criterion)
-        return self._outputs_of(ids)
+        return RequestStream(self, self._outputs_of(ids), ids)
 
     def check(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> None:
         """Raises EagleError, naming the prompt, for one that `generate` would refuse. Decodes nothing."""
@@ -242,7 +243,7 @@ class LLM:
                 raise
             return ids
 
-    def _outputs_of(self, request_ids: Sequence[str]) -> Iterator[RequestOutput]:
+    def _outputs_of(self, request_ids: Sequence[str]) -> Generator[RequestOutput, None, None]:
         """Steps the engine until these requests are finished; outputs of others go to who waits for them."""
         unfinished = dict.fromkeys(request_ids)
         try:
@@ -258,10 +259,14 @@ class LLM:
                         del unfinished[output.request_id]
                     yield output
         finally:
-            with self._lock:
-                for request_id in request_ids:
+            self.forget(request_ids)
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Ends these requests where they are; nobody wants their outputs any more."""
+        with self._lock:
+            for request_id in request_ids:
+                if self._outputs.pop(request_id, None) is not None:
                     self.engine.abort_request(request_id)
-                    self._outputs.pop(request_id, None)
 
     def _step(self) -> None:
         before = set(self.engine.request_ids)
@@ -277,6 +282,29 @@ class LLM:
     def _deliver(self, output: RequestOutput) -> None:
         if output.request_id in self._outputs:
             self._outputs[output.request_id].append(output)
+
+
+class RequestStream:
+    """An iterator over the outputs of some requests, which it ends when it is closed or dropped."""
+
+    def __init__(
+        self, llm: LLM, outputs: Generator[RequestOutput, None, None], request_ids: Sequence[str]
+    ) -> None:
+        self._llm, self._outputs, self._request_ids = llm, outputs, request_ids
+
+    def __iter__(self) -> RequestStream:
+        return self
+
+    def __next__(self) -> RequestOutput:
+        return next(self._outputs)
+
+    def close(self) -> None:
+        self._outputs.close()
+        self._llm.forget(self._request_ids)  # a generator that was never asked closes without a word
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # the interpreter may be ending
+            self.close()
 
 
 def failed_output(request_id: str, error: BaseException) -> RequestOutput:

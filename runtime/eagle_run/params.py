@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -58,10 +58,10 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        object.__setattr__(self, "output_kind", RequestOutputKind(self.output_kind))
+        object.__setattr__(self, "stop", _as_tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
+        if self.output_kind in list(RequestOutputKind):
+            object.__setattr__(self, "output_kind", RequestOutputKind(self.output_kind))
         for name, fits, expected in self._rules():
             if not fits:
                 raise UsageError(
@@ -119,12 +119,24 @@ class SamplingParams:
                 self.logprobs is None or whole(self.logprobs, 0, MAX_LOGPROBS),
                 f"None or a whole number in [0, {MAX_LOGPROBS}]",
             ),
+            (
+                "output_kind",
+                isinstance(self.output_kind, RequestOutputKind),
+                f"one of {', '.join(RequestOutputKind)}",
+            ),
         )
 
     @property
     def filter_k(self) -> int:
         """top_k with 0 for off, however it was said."""
         return max(self.top_k, 0)
+
+
+def _as_tuple(values: Any) -> tuple[Any, ...]:
+    """Of one text, several values, or none; what is neither is left to the rules."""
+    if values is None:
+        return ()
+    return tuple(values) if isinstance(values, Iterable) and not isinstance(values, str) else (values,)
 
 
 def _is_whole(value: Any, least: int, most: int) -> bool:

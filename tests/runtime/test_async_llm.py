@@ -121,6 +121,16 @@ def test_a_request_that_cannot_be_decoded_fails_alone(llm: AsyncLLM) -> None:
     assert len(answered.outputs[0].token_ids) == 24
 
 
+def test_nonsense_does_not_stop_the_engine(llm: AsyncLLM) -> None:
+    async def ask() -> None:
+        for prompt, params in ((["a", None], GREEDY), ("hello", {"temperature": 0}), ([[1], [2]], GREEDY)):
+            with pytest.raises((EagleError, TypeError)):
+                [output async for output in llm.generate(prompt, params)]  # type: ignore[arg-type]
+        assert (await last(llm, "hello")).finished
+
+    asyncio.run(ask())
+
+
 def test_an_id_that_is_taken_is_refused(llm: AsyncLLM) -> None:
     async def ask() -> None:
         first = llm.generate("hello", LONG, "same")

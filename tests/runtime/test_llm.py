@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -219,8 +220,12 @@ def test_a_stream_that_is_left_ends_its_request(llm: LLM) -> None:
     stream = llm.stream("hello", SamplingParams(temperature=0, max_tokens=100))
     next(stream)
     assert llm.engine.has_unfinished_requests()
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert llm.engine.is_idle
+    llm.stream("hello", SamplingParams(temperature=0, max_tokens=100))  # dropped, and never asked
+    gc.collect()
+    assert llm.engine.is_idle
+    assert not llm._outputs
     assert len(llm.generate("hello", GREEDY)[0].outputs[0].token_ids) == 24
 
 
@@ -326,3 +331,34 @@ def test_a_bundle_without_a_head_decodes_plainly(tmp_path: Path) -> None:
     llm = LLM(make_bundle(tmp_path / "bare", head=False), threads=1)
     assert llm.engine.speculative.tree == TreeShape.plain()
     assert len(llm.generate("hello", GREEDY)[0].outputs[0].token_ids) == 24
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"stop": 5},
+        {"stop": ["a", ""]},
+        {"stop_token_ids": 5.5},
+        {"stop_token_ids": ["a"]},
+        {"output_kind": "everything"},
+        {"temperature": "warm"},
+        {"temperature": float("nan")},
+        {"top_p": 0},
+        {"top_k": 2.5},
+        {"n": True},
+        {"seed": -1},
+        {"stop": "a", "detokenize": False},
+    ],
+    ids=str,
+)
+def test_params_that_make_no_sense(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        SamplingParams(**wrong)
+
+
+def test_off_has_every_form_that_people_use(llm: LLM) -> None:
+    base = SamplingParams(temperature=0.9, seed=3, max_tokens=16)
+    (expected,) = tokens(llm.generate("hello", base))
+    for off in ({"top_k": 0}, {"top_k": -1}, {"top_p": 1}, {"min_p": 0}, {"stop": None}, {"stop": []}):
+        params = SamplingParams(temperature=0.9, seed=3, max_tokens=16, **off)
+        assert tokens(llm.generate("hello", params)) == [expected]
