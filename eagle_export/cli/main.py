@@ -280,6 +280,10 @@ def _options(values: dict[str, Any]) -> Any:
     fp8 = take_fp8(values)
     engine = take_engine(values) if "backend" in values else EngineOptions()
     values["precision"] = values["precision"] or ("fp16" if engine.compiles else "fp32")
+    if any(values.get(name) is not None for name in ("depth", "top_k", "nodes")):
+        click.echo(
+            "note: sizes of a tree as options are the old way; --tree dynamic:D,K,N says it all", err=True
+        )
     return BuildOptions(head_layer_ids=ids, engine=engine, fp8=fp8, **values)
 
 

@@ -15,7 +15,6 @@ from eagle_export.pipeline.options import (
     BACKENDS,
     PRECISIONS,
     PROFILES,
-    TREE_KINDS,
     BuildOptions,
     EngineOptions,
     Fp8Options,
@@ -270,12 +269,14 @@ def source_options(function: F) -> F:
         option_of(
             BuildOptions,
             "tree",
-            "Kind of the default draft tree; it can be changed when decoding.",
-            type=click.Choice(TREE_KINDS),
+            "The bundle's own draft tree: chain:D, dynamic:D,K,N (depth, top-k, nodes with the root), "
+            "static:P,P,... (parents) or a file. It can be changed when decoding.",
+            metavar="TREE",
         ),
-        option_of(BuildOptions, "depth", "Most drafted tokens in a row.", **count),
-        option_of(BuildOptions, "top_k", "Most children of a node.", "--branch", "--tree-top-k", **count),
-        option_of(BuildOptions, "nodes", "Nodes that the target verifies, root included.", **count),
+        # The old way, still understood: a kind, and its sizes as options.
+        option_of(BuildOptions, "depth", None, hidden=True, **count),
+        option_of(BuildOptions, "top_k", None, "--branch", "--tree-top-k", hidden=True, **count),
+        option_of(BuildOptions, "nodes", None, hidden=True, **count),
         threads_option,
         json_option,
         common,

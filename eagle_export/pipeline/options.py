@@ -219,8 +219,9 @@ def choose_limits(options: BuildOptions, defaults: BuildLimits) -> BuildLimits:
 def choose_tree(options: BuildOptions, default: TreeDefaults, max_nodes: int) -> TreeDefaults:
     """The tree of the options, the recipe's values standing in for what is not given.
 
-    A static tree is the best one of this depth, top_k and size for an average head. Raises UsageError for a
-    tree that makes no sense or has more nodes than `max_nodes`; the recipe's own dynamic tree shrinks to it.
+    A kind alone takes the sizes given beside it; a static tree is then the best one of this depth, top_k and
+    size for an average head. Raises UsageError for a tree that makes no sense or has more nodes than
+    `max_nodes`; the recipe's own dynamic tree shrinks to it.
     """
     from eagle_run.decoding.tree import best_static, parse_tree
 
@@ -229,7 +230,9 @@ def choose_tree(options: BuildOptions, default: TreeDefaults, max_nodes: int) ->
     depth = options.depth if options.depth is not None else default.depth
     top_k = options.top_k if options.top_k is not None else default.top_k
     nodes = options.nodes if options.nodes is not None else default.nodes
-    if asked == (None, None, None, None):
+    if options.tree is not None and options.tree not in TREE_KINDS:
+        shape = _specified_tree(options)
+    elif asked == (None, None, None, None):
         if default.kind == "dynamic":  # nobody asked for this size: it may shrink
             nodes = max(2, min(default.nodes, max_nodes))
         shape = parse_tree(default.kind, depth, top_k, nodes, default.parents)
@@ -246,6 +249,26 @@ def choose_tree(options: BuildOptions, default: TreeDefaults, max_nodes: int) ->
             parameters=["nodes", "max_tree_nodes"],
         )
     return tree_defaults(shape)
+
+
+def _specified_tree(options: BuildOptions) -> TreeShape:
+    """The tree of a whole spec, or of a file. Raises UsageError for sizes beside it, and for none at all."""
+    from eagle_run.decoding.tree_spec import parse_tree_spec
+
+    if sizes := [name for name in ("depth", "top_k", "nodes") if getattr(options, name) is not None]:
+        raise UsageError(
+            f"the tree {options.tree} is complete; it takes no {', '.join(sizes)} beside it",
+            hint="leave the sizes out",
+            parameters=sizes,
+        )
+    shape = parse_tree_spec(str(options.tree))
+    if shape.kind == "plain":
+        raise UsageError(
+            "a bundle's own tree drafts something, and plain decoding needs none",
+            hint="leave it out; any bundle decodes plainly when asked to",
+            parameters=["tree"],
+        )
+    return shape
 
 
 def tree_defaults(shape: TreeShape) -> TreeDefaults:

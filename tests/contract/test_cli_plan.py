@@ -18,7 +18,7 @@ from eagle_export.pipeline.plan import fit, make_plan
 from eagle_run.errors import EagleError
 
 SMALL = ("--max-seq-len", "64", "--prefill-chunk", "16", "--max-tree-nodes", "16", "--max-batch", "2")
-TREE = ("--tree", "dynamic", "--depth", "2", "--branch", "2", "--nodes", "4")
+TREE = ("--tree", "dynamic:2,2,4")
 
 
 def plan_of(cli: Cli, *arguments: object) -> dict[str, object]:

@@ -54,6 +54,31 @@ def test_a_part_of_a_tree_can_be_given() -> None:
         choose_tree(options(depth=9, top_k=10, nodes=65), DYNAMIC, 64)
 
 
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("chain:3", ("chain", 3, 1, 4)),
+        ("dynamic:2,3,6", ("dynamic", 2, 3, 6)),
+        ("static:0,0,1", ("static", 2, 2, 4)),
+    ],
+)
+def test_a_spec_says_all_of_a_tree(spec: str, expected: tuple[str, int, int, int]) -> None:
+    """The syntax of eagle-run; nothing of the recipe's tree is left."""
+    tree = choose_tree(options(tree=spec), DYNAMIC, 64)
+    assert (tree.kind, tree.depth, tree.top_k, tree.nodes) == expected
+    with pytest.raises(UsageError, match="is complete; it takes no depth beside it"):
+        choose_tree(options(tree=spec, depth=2), DYNAMIC, 64)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [("oak", "neither a tree nor a file"), ("plain", "needs none"), ("chain:70", "71 nodes")],
+)
+def test_a_spec_that_is_no_bundles_tree(spec: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        choose_tree(options(tree=spec), DYNAMIC, 64)
+
+
 def test_the_recipe_s_tree_shrinks_to_the_limit_and_a_given_one_does_not() -> None:
     assert choose_tree(options(), DYNAMIC, 5) == DYNAMIC.model_copy(update={"nodes": 5})
     with pytest.raises(UsageError, match="16 nodes"):
